@@ -1,0 +1,127 @@
+"""What a run measures: AUC and log loss over a whole evaluation, and the speed and traffic of training."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchmetrics import MeanMetric
+from torchmetrics.classification import BinaryAUROC
+from torchmetrics.utilities.data import dim_zero_cat
+
+from cache_backend import CacheStats
+
+__all__ = ["AUROC", "EvaluationMetrics", "TrainingMeter"]
+
+
+class AUROC(BinaryAUROC):
+    """Exact area under the ROC curve over everything it was given, on all ranks; ties count half.
+
+    Where only one class (or nothing) was seen the area is undefined: NaN, where torchmetrics says 0.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(thresholds=None, validate_args=False)
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Takes probabilities in [0, 1] and labels 0 or 1, both (B,)."""
+        self.preds.append(preds.detach())
+        self.target.append(target.detach().long())
+
+    def compute(self) -> Tensor:
+        target = dim_zero_cat(self.target) if len(self.target) else torch.empty(0)
+        if int(target.sum()) in (0, target.numel()):
+            return torch.tensor(math.nan, device=self.device)
+        return super().compute()
+
+
+class EvaluationMetrics(nn.Module):
+    """AUC and log loss over a whole evaluation and all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auc = AUROC()
+        # A NaN loss must show as NaN. torchmetrics would leave it out; "replacing" NaN by NaN is its way to keep it.
+        self.logloss = MeanMetric(nan_strategy=math.nan).set_dtype(torch.float64)
+
+    def update(self, logits_B: Tensor, labels_B: Tensor) -> None:
+        """Takes one batch; an empty one changes nothing."""
+        if labels_B.numel() == 0:
+            return
+        self.auc.update(torch.sigmoid(logits_B), labels_B)
+        self.logloss.update(binary_cross_entropy_with_logits(logits_B, labels_B).double(), labels_B.numel())
+
+    def compute_and_reset(self) -> dict[str, float]:
+        """``auc`` and ``logloss`` of everything since the last reset (all ranks must call it together)."""
+        figures = {"auc": float(self.auc.compute()), "logloss": float(self.logloss.compute())}
+        self.auc.reset()
+        self.logloss.reset()
+        return figures
+
+
+class TrainingMeter:
+    """Speed, hit rate and traffic of training.
+
+    The clock stands still between ``pause`` and ``resume``, so evaluation does not count as training time.
+
+    Args:
+        stats: reads the collection's cumulative counters of this rank.
+        reduce: sums a float64 vector over all ranks.
+    """
+
+    def __init__(self, stats: Callable[[], CacheStats], reduce: Callable[[Tensor], Tensor]) -> None:
+        self._stats = stats
+        self._reduce = reduce
+        self._samples = 0
+        self._seconds = 0.0
+        self._running_since: float | None = None
+        self._origin = self._previous = self._read()
+
+    def resume(self) -> None:
+        """Starts the clock."""
+        if self._running_since is None:
+            self._running_since = time.perf_counter()
+
+    def pause(self) -> None:
+        """Stops the clock."""
+        if self._running_since is not None:
+            self._seconds += time.perf_counter() - self._running_since
+            self._running_since = None
+
+    def add(self, samples: int) -> None:
+        """Counts trained samples of this rank."""
+        self._samples += samples
+
+    def window(self) -> dict[str, float]:
+        """Rates since the last call of this, and row counts since the start (all ranks must call it together)."""
+        now = self._read()
+        rates = self._figures(now - self._previous)
+        counts = {name: n for name, n in self._figures(now - self._origin).items() if name.startswith("rows_")}
+        self._previous = now
+        return rates | counts
+
+    def total(self) -> dict[str, float]:
+        """Rates and row counts since the start (all ranks must call it together)."""
+        return self._figures(self._read() - self._origin)
+
+    def _read(self) -> Tensor:
+        running = 0.0 if self._running_since is None else time.perf_counter() - self._running_since
+        s = self._stats()
+        counters = (s.steps, s.unique, s.hits, s.fetched, s.pushed, s.evicted, s.bytes_sent + s.bytes_received)
+        return torch.tensor([self._samples, self._seconds + running, *counters], dtype=torch.float64)
+
+    def _figures(self, delta: Tensor) -> dict[str, float]:
+        sums = self._reduce(torch.cat([delta, delta.new_ones(1)]))
+        samples, seconds, steps, unique, hits, fetched, pushed, evicted, nbytes, ranks = sums.tolist()
+        return {
+            "samples_per_s": samples / max(seconds / ranks, 1e-9),
+            "hit_rate": hits / max(unique, 1.0),
+            "rows_fetched": fetched,
+            "rows_pushed": pushed,
+            "rows_evicted": evicted,
+            "bytes_per_step": nbytes / max(steps, 1.0),  # of one rank
+        }

@@ -1,0 +1,44 @@
+"""From a FeatureSpec to the tables of an embedding collection."""
+
+from __future__ import annotations
+
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+
+from hetrec.data import FeatureSpec
+
+__all__ = ["embedding_tables"]
+
+
+def embedding_tables(spec: FeatureSpec, embedding_dim: int, row_init: float) -> list[EmbeddingBagConfig]:
+    """One config for each table that a feature reads, in the order of ``spec.tables``.
+
+    Args:
+        embedding_dim: width of every row, > 0.
+        row_init: a row starts with weights drawn uniformly from [-row_init, row_init].
+
+    Returns:
+        Configs with ``num_embeddings`` 0 where the table has no size (every int64 is a key).
+
+    Raises:
+        ValueError: the spec has no sparse feature, or the width or the range is not positive.
+    """
+    if not spec.sparse:
+        raise ValueError("the data has no sparse features: an embedding model needs at least one categorical column")
+    if embedding_dim < 1:
+        raise ValueError(f"embedding_dim is {embedding_dim}; give a width of at least 1")
+    if row_init < 0:
+        raise ValueError(f"row_init is {row_init}; give the half-width of the uniform range, 0 or more")
+    readers = {table.name: [f.name for f in spec.sparse if f.table == table.name] for table in spec.tables}
+    return [
+        EmbeddingBagConfig(
+            name=table.name,
+            embedding_dim=embedding_dim,
+            num_embeddings=table.num_embeddings or 0,
+            feature_names=readers[table.name],
+            pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,
+            weight_init_min=-row_init,
+            weight_init_max=row_init,
+        )
+        for table in spec.tables
+        if readers[table.name]
+    ]

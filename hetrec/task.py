@@ -1,0 +1,266 @@
+"""The Lightning task behind every click-through-rate model: loss, metrics, and the life of its embedding collection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningModule
+from pytorch_lightning.plugins.precision import MixedPrecision
+from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.optim import Adagrad, Optimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from cache_backend import CacheConfig, EmbeddingOptimizer, EmbeddingStore, LocalStore
+from hetrec.checkpoint_io import RESTORE_FROM, EmbeddingCheckpointIO
+from hetrec.data import Batch, FeatureSpec
+from hetrec.embedding_bag import HetEmbeddingBagCollection
+from hetrec.metrics import EvaluationMetrics, TrainingMeter
+from hetrec.optimizers import add_embedding_group, apply_overrides, configured, embedding_group
+from hetrec.tables import embedding_tables
+
+__all__ = ["CTRTask"]
+
+OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], Optimizer]
+SchedulerFactory = Callable[[Optimizer], Any]
+
+CONFIGURED = "configured_optimizer"  # in the .ckpt: what hetrec.optimizers.configured said
+
+
+class CTRTask(LightningModule):
+    """Base of the models; ``forward(dense, sparse) -> logits (B,)`` is all that they add.
+
+    The dense parameters train as in any Lightning program. The embedding rows live in ``self.embeddings``, backed by
+    the store that ``connect`` names; they are stepped by the same optimizer (see ``hetrec.optimizers``), so schedules,
+    gradient accumulation and skipped steps treat both alike. ``gradient_clip_val`` clips the dense parameters only.
+
+    Logs ``train_loss``, ``samples_per_s``, ``hit_rate``, ``rows_fetched``, ``rows_pushed``, ``rows_evicted`` (counts
+    since the start of training), ``bytes_per_step`` (of one rank, both ways), and ``val_auc``, ``val_logloss``,
+    ``test_auc``, ``test_logloss`` over the whole epoch and all ranks.
+
+    Args:
+        spec: columns of the data.
+        row_width: columns of an embedding row.
+        row_init: rows start uniform in [-row_init, row_init].
+    """
+
+    def __init__(self, spec: FeatureSpec, row_width: int, row_init: float) -> None:
+        super().__init__()
+        self.spec = spec
+        self.row_width = row_width
+        self.embeddings = HetEmbeddingBagCollection(
+            embedding_tables(spec, row_width, row_init), is_weighted=spec.is_weighted
+        )
+        self.val_metrics = EvaluationMetrics()
+        self.test_metrics = EvaluationMetrics()
+        self.training_figures: dict[str, float] = {}  # of the last fit, once it has ended
+        self._meter: TrainingMeter | None = None
+        self._resumed: list[dict[str, Any]] | None = None
+        self._step_due = False
+        self._stepped = False
+        self.connect()
+        self.optimize_with(lambda parameters: Adagrad(parameters, lr=0.02))
+
+    # What to train with: called before the trainer runs.
+
+    def connect(
+        self,
+        store: EmbeddingStore | None = None,
+        cache: CacheConfig | None = None,
+        optimizer: EmbeddingOptimizer | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Remembers the store, the cache's settings, the rows' optimizer and the seed of their initial values.
+
+        Nothing is opened before the trainer sets the task up. The defaults are an in-process store and default
+        settings.
+        """
+        self._store = store if store is not None else LocalStore()
+        self._cache = cache if cache is not None else CacheConfig()
+        self._row_optimizer = optimizer if optimizer is not None else EmbeddingOptimizer()
+        self._seed = seed
+
+    def optimize_with(self, optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory | None = None) -> None:
+        """Remembers how to make the optimizer of the dense parameters and, optionally, the scheduler on top of it.
+
+        The embeddings' parameter group is added in between, so the schedule reaches the rows too.
+        """
+        self._make_optimizer = optimizer
+        self._make_scheduler = lr_scheduler
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self._make_optimizer(self.parameters())
+        add_embedding_group(optimizer, self._row_optimizer.lr, self._step_rows)
+        self._configured = configured(optimizer)
+        if self._make_scheduler is None:
+            return optimizer
+        scheduler = self._make_scheduler(optimizer)
+        config = {"scheduler": scheduler}
+        if hasattr(scheduler, "monitor"):  # Lightning's ReduceLROnPlateau says what it watches
+            config["monitor"] = scheduler.monitor
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    def _step_rows(self, lr: float) -> None:
+        self._stepped = True
+        self.embeddings.step(lr=lr)
+
+    # The life of the embeddings.
+
+    def setup(self, stage: str) -> None:
+        if self.trainer.world_size > 1 and self._store.exclusive:
+            raise ValueError(
+                f"{self.trainer.world_size} ranks cannot share a {type(self._store).__name__}, which lives in one "
+                "process: set trainer.devices=1 and trainer.num_nodes=1, or use a store that ranks share"
+            )
+        io = self.trainer.strategy.checkpoint_io
+        dense_io = io.dense if isinstance(io, EmbeddingCheckpointIO) else io
+        self.trainer.strategy.checkpoint_io = EmbeddingCheckpointIO(dense_io, self._store.snapshot)
+        self.embeddings.open(
+            self._store, self._cache, self._row_optimizer, seed=self._seed, world_size=self.trainer.world_size
+        )
+
+    def teardown(self, stage: str) -> None:
+        self._meter = None
+        self._resumed = None
+        self.embeddings.close()
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        # Rows fetched ahead for a batch are found by the identity of its KeyedJaggedTensor, so a batch that is in place
+        # must not be copied.
+        if batch.labels.device == device:
+            return batch
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def lookup(self, sparse: KeyedJaggedTensor) -> Tensor:
+        """Pooled rows, float32, (B, sparse features, row width); features in the order of the tables that hold them."""
+        pooled_BX = self.embeddings(sparse).values()
+        scaler = self._gradient_scaler()
+        if scaler is not None and pooled_BX.requires_grad:
+            # The scaler unscales the gradients of parameters; those of rows leave autograd here.
+            scale = scaler.get_scale()
+            pooled_BX.register_hook(lambda gradient: gradient / scale)
+        return pooled_BX.unflatten(1, (len(self.spec.sparse), self.row_width))
+
+    def _gradient_scaler(self) -> torch.amp.GradScaler | None:
+        if self._trainer is None:
+            return None
+        precision = self.trainer.precision_plugin
+        return precision.scaler if isinstance(precision, MixedPrecision) else None
+
+    # Training.
+
+    def on_fit_start(self) -> None:
+        if len(self.trainer.optimizers) != 1 or embedding_group(self.trainer.optimizers[0]) is None:
+            raise ValueError(
+                "the embedding rows are stepped by one optimizer with a group of their own, and "
+                f"{len(self.trainer.optimizers)} optimizers without it were configured: hand the optimizer to "
+                "optimize_with(), or use hetrec.optimizers.add_embedding_group in configure_optimizers()"
+            )
+        if self.trainer.gradient_clip_val:
+            rank_zero_info("gradient_clip_val clips the dense parameters only; the embedding rows are not clipped")
+
+    def on_train_start(self) -> None:
+        if self._resumed is not None:
+            schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+            apply_overrides(self.trainer.optimizers[0], schedulers, then=self._resumed, now=self._configured)
+        self._meter = TrainingMeter(self.embeddings.stats, self._sum_over_ranks)
+        self._meter.resume()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.embeddings.begin(batch.sparse_features, batch.upcoming)
+        logits_B = self(batch.dense_features, batch.sparse_features)
+        loss = binary_cross_entropy_with_logits(logits_B, batch.labels)
+        self.log("train_loss", loss, prog_bar=True, batch_size=batch.batch_size)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self._step_due = True
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        assert self._meter is not None
+        self._meter.add(batch.batch_size)
+        if self._step_due:
+            if not self._stepped:  # the gradient scaler found an infinite gradient and skipped the step
+                self.embeddings.discard()
+            if self.trainer.global_step % self.trainer.log_every_n_steps == 0:
+                self.log_dict(self._meter.window(), batch_size=batch.batch_size)
+        self._step_due = self._stepped = False
+
+    def on_train_epoch_end(self) -> None:
+        assert self._meter is not None
+        self.training_figures = self._meter.total()
+
+    def on_train_end(self) -> None:
+        assert self._meter is not None
+        self.embeddings.flush()
+        self.training_figures = self._meter.total()
+
+    def _sum_over_ranks(self, values: Tensor) -> Tensor:
+        total = self.trainer.strategy.reduce(values.to(self.device), reduce_op="sum")
+        assert isinstance(total, Tensor)
+        return total
+
+    # Evaluation: reads rows from the store, which a flush has brought up to date, and changes nothing.
+
+    def on_validation_start(self) -> None:
+        if self._meter is not None:
+            self._meter.pause()
+        self.embeddings.flush()
+
+    def on_validation_end(self) -> None:
+        if self._meter is not None:
+            self._meter.resume()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.val_metrics.update(self(batch.dense_features, batch.sparse_features), batch.labels)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation("val", self.val_metrics)
+
+    def on_test_start(self) -> None:
+        self.embeddings.flush()
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.test_metrics.update(self(batch.dense_features, batch.sparse_features), batch.labels)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation("test", self.test_metrics)
+
+    def on_predict_start(self) -> None:
+        self.embeddings.flush()
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Click probabilities, float32, (B,)."""
+        return torch.sigmoid(self(batch.dense_features, batch.sparse_features))
+
+    def _log_evaluation(self, stage: str, metrics: EvaluationMetrics) -> None:
+        figures = metrics.compute_and_reset()
+        if math.isnan(figures["auc"]) and not self.trainer.sanity_checking:
+            rank_zero_warn(f"{stage}_auc is undefined (nan): the {stage} rows do not hold both labels, 0 and 1")
+        # Already over all ranks: averaging equal figures changes nothing, and tells Lightning so.
+        self.log(f"{stage}_auc", figures["auc"], prog_bar=True, sync_dist=True)
+        self.log(f"{stage}_logloss", figures["logloss"], sync_dist=True)
+
+    # Checkpoints: see hetrec.checkpoint_io.
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.embeddings.flush()
+        self.trainer.strategy.barrier("every rank has flushed")
+        checkpoint[CONFIGURED] = self._configured
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        snapshot = checkpoint.get(RESTORE_FROM)
+        if snapshot is None:
+            raise ValueError(
+                "this checkpoint holds the dense parameters only; its embeddings lie in a snapshot beside it, which a "
+                "trainer restores: call trainer.fit, validate, test or predict with ckpt_path=..."
+            )
+        if self.trainer.is_global_zero:
+            self._store.restore(snapshot)
+        self.trainer.strategy.barrier("the embeddings are restored")
+        self.embeddings.reset()
+        self._resumed = checkpoint[CONFIGURED]

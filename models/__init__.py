@@ -1,0 +1,1 @@
+"""Click-through-rate models, one file each."""
