@@ -1,0 +1,75 @@
+"""Folders that are either whole or absent: made under a temporary name, renamed last; one maker at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from datamodules.errors import DataError
+from datamodules.progress import say
+
+__all__ = ["MANIFEST", "exclusive", "publish", "read_manifest", "write_json"]
+
+MANIFEST = "_manifest.json"
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a file that is either whole or as it was before."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """What ``publish`` wrote; None where there is no finished folder."""
+    try:
+        with open(folder / MANIFEST) as file:
+            content: dict[str, Any] = json.load(file)
+            return content
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def publish(work: Path, final: Path, manifest: dict[str, Any]) -> None:
+    """Makes a finished working folder visible as ``final``, with its manifest; an older ``final`` is replaced."""
+    write_json(work / MANIFEST, manifest)
+    old = final.with_name(f".{final.name}.old")
+    if old.exists():
+        shutil.rmtree(old)
+    if final.exists():
+        final.rename(old)
+    work.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def exclusive(final: Path, option: str) -> Iterator[None]:
+    """Holds the right to make ``final``; other processes of this machine wait. A killed holder loses it.
+
+    Raises:
+        DataError: the folder beside it cannot be written; ``option`` is what to set instead.
+    """
+    lock = final.with_name(f".{final.name}.lock")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        file = open(lock, "w")  # noqa: SIM115 (held until the end)
+    except OSError as error:
+        raise DataError(
+            f"cannot write {str(final)!r}: {error.strerror}. Set {option} to a folder that can be written"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another process that is writing {final}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

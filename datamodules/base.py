@@ -1,0 +1,241 @@
+"""What all data modules share: splits, loaders, ranks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, Literal
+
+import torch
+from pytorch_lightning import LightningDataModule
+from torch import distributed
+
+from datamodules.errors import DataError
+from datamodules.files import ParquetFiles
+from datamodules.loader import ParquetLoader
+from datamodules.plan import EpochPlan, Rows, make_units
+from datamodules.reader import Columns, WindowReader
+from hetrec.data import Batch, FeatureSpec
+from hetrec.lookahead import LookaheadLoader
+
+__all__ = ["HetDataModule"]
+
+Split = Literal["train", "val", "test"]
+
+
+class HetDataModule(LightningDataModule):
+    """Parquet files as loaders of :class:`hetrec.data.Batch`.
+
+    Where ``val_path`` or ``test_path`` is given, its rows are that split and the fraction of that name is not used.
+    The other splits are cut out of ``path``.
+
+    Args:
+        path: the training rows.
+        val_path: the validation rows, or None.
+        test_path: the test rows, or None.
+        val_fraction: share of ``path``'s rows that are the validation split.
+        test_fraction: share of ``path``'s rows that are the test split.
+        split: ``hash``: rows are drawn by a hash of their position and ``seed``. ``order``: the first rows train, then
+            come validation and test; each of the two has its fraction of the rows, rounded.
+        batch_size: rows per step and rank.
+        num_workers: processes that read. 0: a thread of the training process reads.
+        lookahead: batches whose keys are known in advance.
+        shuffle: whether the training rows are shuffled in every epoch.
+        shuffle_buffer: rows that are shuffled together, after the order of the row groups was shuffled. The memory of a
+            reader is about twice this number of rows.
+        seed: of the split and of the order of rows.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        val_path: str | None = None,
+        test_path: str | None = None,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.1,
+        split: Literal["hash", "order"] = "hash",
+        batch_size: int = 2048,
+        num_workers: int = 0,
+        lookahead: int = 1,
+        shuffle: bool = True,
+        shuffle_buffer: int = 65536,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("lookahead", lookahead, 0),
+            ("shuffle_buffer", shuffle_buffer, 1),
+            ("seed", seed, 0),
+        ):
+            if value < least:
+                raise DataError(f"data.{name}={value}; expected {least} or more")
+        val = val_fraction if val_path is None else 0.0
+        test = test_fraction if test_path is None else 0.0
+        if min(val, test) < 0 or val + test >= 1:
+            raise DataError(
+                f"data.val_fraction={val} and data.test_fraction={test}; expected shares of 0 or more that leave rows for "
+                f"training (their sum below 1)"
+            )
+        if split not in ("hash", "order"):
+            raise DataError(f"data.split={split!r}; expected hash or order")
+        self.path = path
+        self.val_path = val_path
+        self.test_path = test_path
+        self.val_fraction = val
+        self.test_fraction = test
+        self.split = split
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.lookahead = lookahead
+        self.shuffle = shuffle
+        self.shuffle_buffer = shuffle_buffer
+        self.seed = seed
+        self._files: dict[str, ParquetFiles] = {}
+        self._loaders: list[LookaheadLoader] = []
+        # Batches that were moved to a device ahead of their turn, by the identity of what was moved.
+        self._moved: dict[int, tuple[Any, Any]] = {}
+
+    @property
+    @abstractmethod
+    def spec(self) -> FeatureSpec:
+        """Dense columns, sparse features, tables, label. Known before any data are read or made."""
+
+    @abstractmethod
+    def columns(self, labelled: bool) -> Columns:
+        """How the columns of the Parquet files become arrays. Not ``labelled``: the label is not read."""
+
+    @abstractmethod
+    def open_files(self, role: Literal["path", "val_path", "test_path"]) -> ParquetFiles:
+        """The Parquet files behind one of the three paths. Called after ``prepare_data``."""
+
+    @property
+    def has_val(self) -> bool:
+        """Whether there is a validation split."""
+        return self.val_path is not None or self.val_fraction > 0
+
+    @property
+    def has_test(self) -> bool:
+        """Whether there is a test split."""
+        return self.test_path is not None or self.test_fraction > 0
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the footers of the files that the stage needs, and checks that every split holds rows and labels."""
+        splits: dict[str | None, list[Split]] = {"validate": ["val"], "test": ["test"], "predict": []}
+        for split in splits.get(stage, ["train", "val", "test"]):
+            if split == "train" or (split == "val" and self.has_val) or (split == "test" and self.has_test):
+                self._check_split(split)
+
+    def _check_split(self, split: Split) -> None:
+        files, rows = self._split_rows(split)
+        label = self.spec.label
+        holders = set(files.holders(label))
+        for path in files.paths:
+            if path not in holders:
+                raise DataError(self.missing_label_message(path))
+        if not make_units(files.group_rows, rows):
+            raise DataError(
+                f"the {split} split is empty: {files.rows} rows in {self._role(split)}={getattr(self, self._role(split))!r}, "
+                f"val_fraction={self.val_fraction}, test_fraction={self.test_fraction}; give more rows or other fractions"
+            )
+
+    def missing_label_message(self, file: str) -> str:
+        return (
+            f"{file} has no label column {self.spec.label!r}; training and evaluation need one in every file. "
+            f"Name the right column with data.label, or leave the file out"
+        )
+
+    def _role(self, split: Split) -> Literal["path", "val_path", "test_path"]:
+        if split == "val" and self.val_path is not None:
+            return "val_path"
+        if split == "test" and self.test_path is not None:
+            return "test_path"
+        return "path"
+
+    def _open(self, role: Literal["path", "val_path", "test_path"]) -> ParquetFiles:
+        if role not in self._files:
+            self._files[role] = self.open_files(role)
+        return self._files[role]
+
+    def _split_rows(self, split: Split) -> tuple[ParquetFiles, Rows]:
+        role = self._role(split)
+        files = self._open(role)
+        total = files.rows
+        if role != "path":
+            return files, Rows(0, total)
+        if self.split == "order":
+            test, val = round(total * self.test_fraction), round(total * self.val_fraction)
+            bounds = {"train": (0, total - val - test), "val": (total - val - test, total - test), "test": (total - test, total)}
+            return files, Rows(*bounds[split])
+        # Validation from the bottom, test from the top: changing one fraction leaves the other split as it was.
+        ranges = {
+            "train": (self.val_fraction, 1.0 - self.test_fraction),
+            "val": (0.0, self.val_fraction),
+            "test": (1.0 - self.test_fraction, 1.0),
+        }
+        if ranges[split] == (0.0, 1.0):
+            return files, Rows(0, total)
+        return files, Rows(0, total, ranges[split], self.seed)
+
+    def train_dataloader(self) -> LookaheadLoader:
+        return self._loader(*self._split_rows("train"), shuffle=self.shuffle)
+
+    def val_dataloader(self) -> LookaheadLoader | list[Any]:
+        return self._loader(*self._split_rows("val")) if self.has_val else []
+
+    def test_dataloader(self) -> LookaheadLoader | list[Any]:
+        return self._loader(*self._split_rows("test")) if self.has_test else []
+
+    def predict_dataloader(self) -> LookaheadLoader:
+        """All rows of ``path``, in their order. Labels are not needed, and NaN in the batches."""
+        files = self._open("path")
+        return self._loader(files, Rows(0, files.rows), labelled=False)
+
+    def _loader(self, files: ParquetFiles, rows: Rows, shuffle: bool = False, labelled: bool = True) -> LookaheadLoader:
+        rank, world_size = self._rank()
+        plan = EpochPlan(
+            units=tuple(make_units(files.group_rows, rows)),
+            batch_size=self.batch_size,
+            window_rows=self.shuffle_buffer,
+            shuffle=shuffle,
+            seed=self.seed,
+            rank=rank,
+            world_size=world_size,
+        )
+        reader = WindowReader(files, rows, self.columns(labelled), plan)
+        loader = LookaheadLoader(ParquetLoader(reader, self.spec.sparse_names, self.num_workers), self.lookahead)
+        self._loaders.append(loader)
+        return loader
+
+    def _rank(self) -> tuple[int, int]:
+        if self.trainer is not None:
+            return self.trainer.global_rank, self.trainer.world_size
+        if distributed.is_available() and distributed.is_initialized():
+            return distributed.get_rank(), distributed.get_world_size()
+        return 0, 1
+
+    def teardown(self, stage: str | None = None) -> None:
+        for loader in self._loaders:
+            loader.close()
+        self._loaders.clear()
+        self._moved.clear()
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Moves a batch so that ``upcoming[0]`` stays the very object that the next batch has as ``sparse_features``."""
+        if not isinstance(batch, Batch) or batch.labels.device == device:
+            return batch
+
+        def move(features: Any) -> Any:
+            known = self._moved.get(id(features))
+            moved = known[1] if known is not None else features.to(device, non_blocking=True)
+            kept[id(features)] = (features, moved)
+            return moved
+
+        kept: dict[int, tuple[Any, Any]] = {}
+        sparse = move(batch.sparse_features)
+        kept.clear()  # its turn has come; only the coming ones are remembered
+        upcoming = tuple(move(features) for features in batch.upcoming)
+        self._moved = kept
+        return Batch(
+            batch.dense_features.to(device, non_blocking=True), sparse, batch.labels.to(device, non_blocking=True), upcoming
+        )

@@ -1,0 +1,283 @@
+"""Arrow columns to numpy: keys, bags of keys, dense values, labels.
+
+Each function takes one column of one record batch, of whatever type the file holds, and returns arrays of the one type
+that the batches are made of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from datamodules.errors import DataError
+from datamodules.keys import MISSING_KEY, hash_bytes, mix64
+
+__all__ = ["Bags", "DenseColumn", "Kind", "SparseColumn", "bags", "dense_values", "keys", "kind_of", "label_values"]
+
+Kind = Literal["null", "integer", "float", "string", "list<integer>", "list<string>", "list<float>", "list<null>", "other"]
+
+
+def kind_of(dtype: pa.DataType) -> Kind:
+    """What a column of this Arrow type can be used as."""
+    if pa.types.is_dictionary(dtype):
+        return kind_of(dtype.value_type)
+    if pa.types.is_null(dtype):
+        return "null"
+    if pa.types.is_integer(dtype) or pa.types.is_boolean(dtype):
+        return "integer"
+    if pa.types.is_floating(dtype):
+        return "float"
+    if pa.types.is_string(dtype) or pa.types.is_binary(dtype) or _is_large(dtype):
+        return "string"
+    if pa.types.is_list(dtype) or pa.types.is_large_list(dtype) or pa.types.is_fixed_size_list(dtype):
+        inner = kind_of(dtype.value_type)
+        if inner in ("integer", "string", "float", "null"):
+            return f"list<{inner}>"  # type: ignore[return-value]
+    return "other"
+
+
+def _is_large(dtype: pa.DataType) -> bool:
+    return pa.types.is_large_string(dtype) or pa.types.is_large_binary(dtype)
+
+
+@dataclass(frozen=True)
+class SparseColumn:
+    """How one sparse feature is read.
+
+    Attributes:
+        name: the column, and the feature.
+        ragged: whether the column holds lists (bags); else there is one key a row.
+        weight: the column of bag weights.
+        size: rows of the feature's table that are real keys; missing is key ``size``, strings are hashed into
+            ``0 .. size - 1``. None: missing is ``missing``, strings are hashed into all of int64.
+        missing: the key of a missing value in a table without a size.
+        hexadecimal: whether strings are hexadecimal numbers (then the number is the key) and not hashed.
+    """
+
+    name: str
+    ragged: bool = False
+    weight: str | None = None
+    size: int | None = None
+    missing: int = MISSING_KEY
+    hexadecimal: bool = False
+
+    @property
+    def missing_key(self) -> int:
+        return self.missing if self.size is None else self.size
+
+
+@dataclass(frozen=True)
+class DenseColumn:
+    """How one dense column is read. ``log``: as ``log(1 + max(x, 0))``. Missing values are 0."""
+
+    name: str
+    log: bool = False
+
+
+def keys(column: pa.Array, feature: SparseColumn, where: str) -> npt.NDArray[np.int64]:
+    """One key per row, int64 (n,).
+
+    Raises:
+        DataError: the type cannot be a key, or a value is the reserved ``MISSING_KEY``. ``where`` names the file.
+    """
+    dtype = column.type
+    if pa.types.is_dictionary(dtype):
+        # The dictionary is small: convert its values once and look them up. A null may hide in either half.
+        codes = column.indices
+        table = np.append(keys(column.dictionary, feature, where), feature.missing_key)
+        return table[codes.fill_null(len(table) - 1).to_numpy(zero_copy_only=False)]
+    if pa.types.is_null(dtype):
+        return np.full(len(column), feature.missing_key, dtype=np.int64)
+    kind = kind_of(dtype)
+    if kind == "integer":
+        return _integer_keys(column, feature, where)
+    if kind == "string":
+        return _string_keys(column, feature, where)
+    raise DataError(
+        f"{where}: column {feature.name!r} has type {dtype}, which cannot be a key; expected integers, strings or lists "
+        f"of them. Cast the column, or name it under dense instead of sparse"
+    )
+
+
+def _integer_keys(column: pa.Array, feature: SparseColumn, where: str) -> npt.NDArray[np.int64]:
+    # Filling before the change of type keeps the fast path of primitive arrays; the filler is put in afterwards.
+    nulls = column.is_null().to_numpy(zero_copy_only=False) if column.null_count else None
+    if pa.types.is_boolean(column.type):
+        column = column.cast(pa.uint8())
+    if nulls is not None:
+        column = column.fill_null(0)
+    values = column.to_numpy(zero_copy_only=True)
+    result: npt.NDArray[np.int64] = values.view(np.int64) if values.dtype == np.uint64 else values.astype(np.int64)
+    if feature.size is None and feature.missing == MISSING_KEY and bool((result == MISSING_KEY).any()):
+        raise DataError(
+            f"{where}: column {feature.name!r} holds the id {MISSING_KEY}, which is the key of missing values; "
+            f"give the feature's table a size, or replace that id"
+        )
+    if nulls is not None:
+        result = result if result.flags.writeable else result.copy()
+        result[nulls] = feature.missing_key
+    return result
+
+
+def _string_keys(column: pa.Array, feature: SparseColumn, where: str) -> npt.NDArray[np.int64]:
+    encoded = column.dictionary_encode()
+    distinct = encoded.dictionary.cast(pa.large_binary())
+    offsets = np.frombuffer(distinct.buffers()[1], dtype=np.int64)[distinct.offset : distinct.offset + len(distinct) + 1]
+    data = np.frombuffer(distinct.buffers()[2] or b"", dtype=np.uint8)
+    if feature.hexadecimal:
+        table, bad = parse_hexadecimal(data, offsets)
+        if len(bad):
+            raise DataError(
+                f"{where}: column {feature.name!r} holds {distinct[int(bad[0])].as_py()!r}; "
+                f"expected 1 to 8 hexadecimal digits"
+            )
+        table[np.diff(offsets) == 0] = feature.missing_key
+    else:
+        table = hash_bytes(data, offsets)
+        if feature.size is not None:
+            table = (mix64(table.view(np.uint64)) % np.uint64(feature.size)).astype(np.int64)
+    table = np.append(table, feature.missing_key)
+    return table[encoded.indices.fill_null(len(table) - 1).to_numpy(zero_copy_only=False)]
+
+
+_NIBBLE = np.full(256, 255, dtype=np.uint8)
+_NIBBLE[[ord(c) for c in "0123456789abcdef"]] = np.arange(16)
+_NIBBLE[[ord(c) for c in "ABCDEF"]] = np.arange(10, 16)
+
+
+def parse_hexadecimal(
+    data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Hexadecimal strings, back to back, as numbers.
+
+    Returns:
+        The numbers, int64 (n,), 0 for an empty string; and the indices of the strings that are not 0 to 8 digits.
+    """
+    lengths = np.diff(offsets)
+    values = np.zeros(len(lengths), dtype=np.int64)
+    bad = lengths > 8
+    if len(lengths) and bool((lengths == 8).all()):  # the common case, without index arithmetic
+        digits = _NIBBLE[data[offsets[0] : offsets[-1]].reshape(-1, 8)]
+        bad = (digits == 255).any(axis=1)
+        # Two digits a byte, the bytes read as one big-endian number.
+        pairs = (digits[:, 0::2] << 4) | (digits[:, 1::2] & 15)
+        values = np.ascontiguousarray(pairs).view(">u4").ravel().astype(np.int64)
+        return values, np.flatnonzero(bad)
+    starts = offsets[:-1]
+    for position in range(8):
+        here = np.flatnonzero((lengths > position) & ~bad)
+        digit = _NIBBLE[data[starts[here] + position]]
+        bad[here[digit == 255]] = True
+        values[here] = (values[here] << 4) | (digit & 15)
+    return values, np.flatnonzero(bad)
+
+
+@dataclass
+class Bags:
+    """A ragged column: keys (total,), lengths (n,) int64, and weights (total,) float32 or None."""
+
+    keys: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float32] | None = None
+
+
+def bags(column: pa.Array, weights: pa.Array | None, feature: SparseColumn, where: str) -> Bags:
+    """One bag of keys per row. A missing list is a bag that holds the missing key; an empty list is an empty bag.
+
+    Raises:
+        DataError: as in :func:`keys`, or the lists of keys and of weights differ in length.
+    """
+    if pa.types.is_null(column.type):
+        column = pa.nulls(len(column), pa.large_list(pa.int64()))
+    elif not kind_of(column.type).startswith("list"):
+        column = pa.LargeListArray.from_arrays(pa.array(np.arange(len(column) + 1)), column)
+    flat, lengths, nulls = _flatten(column)
+    values = keys(flat, feature, where)
+    flat_weights: npt.NDArray[np.float32] | None = None
+    if feature.weight is not None:
+        flat_weights = np.ones(len(values), dtype=np.float32)
+        if weights is not None and not pa.types.is_null(weights.type):
+            flat_weights = _bag_weights(weights, lengths, feature, where)
+    if nulls is not None:
+        at = np.cumsum(lengths)[nulls]
+        values = np.insert(values, at, feature.missing_key)
+        if flat_weights is not None:
+            flat_weights = np.insert(flat_weights, at, np.float32(1))
+        lengths[nulls] = 1
+    return Bags(values, lengths, flat_weights)
+
+
+def _flatten(column: pa.Array) -> tuple[pa.Array, npt.NDArray[np.int64], npt.NDArray[np.bool_] | None]:
+    """The elements of all lists, the lists' lengths (0 where missing), and which are missing (None: none is)."""
+    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    nulls = column.is_null().to_numpy(zero_copy_only=False) if column.null_count else None
+    return column.flatten(), lengths, nulls
+
+
+def _bag_weights(
+    weights: pa.Array, lengths: npt.NDArray[np.int64], feature: SparseColumn, where: str
+) -> npt.NDArray[np.float32]:
+    if not kind_of(weights.type).startswith("list"):
+        weights = pa.LargeListArray.from_arrays(pa.array(np.arange(len(weights) + 1)), weights)
+    flat, weight_lengths, missing = _flatten(weights)
+    wanted = lengths if missing is None else np.where(missing, 0, lengths)
+    # A missing list of keys becomes one missing key of weight 1, whatever its weights say: only real bags must agree.
+    differ = np.flatnonzero((weight_lengths != wanted) & (lengths > 0))
+    if len(differ) or int(weight_lengths[lengths == 0].sum()):
+        row = int(differ[0]) if len(differ) else int(np.flatnonzero((lengths == 0) & (weight_lengths > 0))[0])
+        raise DataError(
+            f"{where}: a row has {lengths[row]} keys in {feature.name!r} and {weight_lengths[row]} weights in "
+            f"{feature.weight!r}; each key needs one weight"
+        )
+    given = pc.fill_null(flat.cast(pa.float32()), 1.0).to_numpy(zero_copy_only=False)
+    if missing is None:
+        return given
+    result = np.ones(int(lengths.sum()), dtype=np.float32)
+    result[np.repeat(~missing, lengths)] = given
+    return result
+
+
+def dense_values(column: pa.Array, dense: DenseColumn, where: str) -> npt.NDArray[np.float32]:
+    """Dense values, float32 (n,); missing and NaN are 0.
+
+    Raises:
+        DataError: the column is not numeric, or holds an infinite value.
+    """
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    kind = kind_of(column.type)
+    if kind == "null":
+        return np.zeros(len(column), dtype=np.float32)
+    if kind not in ("integer", "float"):
+        raise DataError(
+            f"{where}: dense column {dense.name!r} has type {column.type}; expected numbers. "
+            f"Name it under sparse, or cast it"
+        )
+    column = column.cast(pa.float32(), safe=False)
+    values = column.fill_null(0).to_numpy(zero_copy_only=False) if column.null_count else column.to_numpy()
+    if kind == "float":
+        values = np.nan_to_num(values, nan=0.0, posinf=np.inf, neginf=-np.inf)
+        if bool(np.isinf(values).any()):
+            raise DataError(f"{where}: dense column {dense.name!r} holds an infinite value; replace it by a finite one")
+    return np.log1p(np.maximum(values, 0)) if dense.log else values
+
+
+def label_values(column: pa.Array, name: str, where: str) -> npt.NDArray[np.float32]:
+    """Labels, float32 (n,).
+
+    Raises:
+        DataError: the column is not numeric, or a label is missing or not in [0, 1].
+    """
+    if kind_of(column.type) not in ("integer", "float"):
+        raise DataError(f"{where}: label column {name!r} has type {column.type}; expected 0 and 1, as numbers or booleans")
+    values = column.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)  # nulls become NaN
+    bad = ~((values >= 0) & (values <= 1))
+    if bool(bad.any()):
+        value = column[int(np.flatnonzero(bad)[0])].as_py()
+        raise DataError(f"{where}: label column {name!r} holds {value!r}; expected 0 or 1 in every row")
+    return values

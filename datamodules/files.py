@@ -1,0 +1,185 @@
+"""Parquet files as one table: listing, footers, the union of their schemas, Hive partitions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from datamodules.columns import Kind, kind_of
+from datamodules.errors import DataError
+
+__all__ = ["Column", "ParquetFiles", "list_parquet", "natural_key"]
+
+_HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+
+
+def natural_key(path: Path) -> list[tuple[int, int, str]]:
+    """Sorts ``day_2`` before ``day_10``."""
+    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.split(r"(\d+)", str(path)) if p]
+
+
+def list_parquet(path: Path) -> list[Path]:
+    """The Parquet files at ``path``: itself, or all below it in natural order; names that begin with ``_`` or ``.`` are not data."""
+    if path.is_file():
+        return [path]
+    found = (
+        p
+        for p in path.rglob("*")
+        if p.suffix in (".parquet", ".pq")
+        and p.is_file()
+        and not any(part.startswith(("_", ".")) for part in p.relative_to(path).parts)
+    )
+    return sorted(found, key=natural_key)
+
+
+@dataclass
+class Column:
+    """A column of the union: what it can be used as, the span of its integers (where the footers tell), and a file in
+    which it is a float (or a list of floats), if there is one."""
+
+    name: str
+    kind: Kind
+    smallest: int | None = None
+    largest: int | None = None
+    float_in: str | None = None
+
+
+@dataclass
+class ParquetFiles:
+    """Files and what their footers say.
+
+    Attributes:
+        paths: in the order that defines the rows' global positions.
+        group_rows: rows of every row group, per file.
+        names: the columns that each file holds itself.
+        partitions: per file, the columns that its folders' names give (``source_id=9319/``): int, str or None. A column
+            that a file holds itself wins over its folder's.
+        columns: the union of all files' columns, in order of first appearance.
+    """
+
+    paths: list[str]
+    group_rows: list[tuple[int, ...]]
+    names: list[frozenset[str]]
+    partitions: list[dict[str, int | str | None]]
+    columns: dict[str, Column] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return sum(sum(groups) for groups in self.group_rows)
+
+    @classmethod
+    def open(cls, path: str | Path, what: str = "data.path") -> ParquetFiles:
+        """Reads the footers of all files at ``path``.
+
+        Raises:
+            DataError: nothing is there, a file is not Parquet, or two files disagree about a column.
+        """
+        root = Path(path)
+        if not root.exists():
+            raise DataError(f"{what}={str(root)!r} does not exist; give a Parquet file or a folder of them")
+        paths = list_parquet(root)
+        if not paths:
+            raise DataError(f"{what}={str(root)!r} holds no Parquet file (*.parquet, *.pq)")
+        files = cls([str(p) for p in paths], [], [], [])
+        origins: dict[str, str] = {}
+        raw_partitions = [_partition_values(p.relative_to(root).parts[:-1] if root.is_dir() else ()) for p in paths]
+        for file in paths:
+            try:
+                metadata = pq.read_metadata(file)
+            except (pa.ArrowInvalid, OSError) as error:
+                raise DataError(f"{file} cannot be read as Parquet: {error}") from error
+            schema = metadata.schema.to_arrow_schema()
+            files.group_rows.append(tuple(metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)))
+            files.names.append(frozenset(schema.names))
+            for column in schema:
+                files._unite(column.name, kind_of(column.type), str(column.type), str(file), origins)
+                if "float" in kind_of(column.type):
+                    files.columns[column.name].float_in = str(file)
+            files._spans(metadata)
+        files._add_partitions(raw_partitions)
+        return files
+
+    def _unite(self, name: str, kind: Kind, dtype: str, file: str, origins: dict[str, str]) -> None:
+        known = self.columns.get(name)
+        if known is None:
+            self.columns[name] = Column(name, kind)
+        else:
+            both = _widen(known.kind, kind)
+            if both is None:
+                raise DataError(
+                    f"column {name!r} is {dtype} in {file} and {origins[name]}; these have no common type. "
+                    f"Write the files with one type, or read them apart"
+                )
+            known.kind = both
+        if name not in origins or "null" in origins[name].split(" in ")[0]:
+            origins[name] = f"{dtype} in {file}"
+
+    def _spans(self, metadata: pq.FileMetaData) -> None:
+        """Widens the integer columns' spans by the row groups' statistics."""
+        if not metadata.num_row_groups:
+            return
+        group = metadata.row_group(0)
+        at = {group.column(i).path_in_schema: i for i in range(group.num_columns)}
+        for name, index in at.items():
+            column = self.columns.get(name)
+            if column is None or column.kind != "integer":
+                continue
+            for g in range(metadata.num_row_groups):
+                statistics = metadata.row_group(g).column(index).statistics
+                if statistics is None or not statistics.has_min_max:
+                    continue
+                low, high = int(statistics.min), int(statistics.max)
+                column.smallest = low if column.smallest is None else min(low, column.smallest)
+                column.largest = high if column.largest is None else max(high, column.largest)
+
+    def _add_partitions(self, raw: list[dict[str, str | None]]) -> None:
+        """Types the partition columns: integers if all values are and no file says otherwise, else strings."""
+        names = dict.fromkeys(name for values in raw for name in values)
+        as_integer = {}
+        for name in names:
+            texts = [values[name] for values in raw if values.get(name) is not None]
+            in_files = self.columns[name].kind if name in self.columns else "null"
+            integers = all(re.fullmatch(r"-?\d{1,18}", text or "") for text in texts)
+            as_integer[name] = integers and in_files in ("null", "integer", "float")
+            self.columns.setdefault(name, Column(name, "integer" if as_integer[name] else "string"))
+            if in_files == "null":
+                self.columns[name].kind = "integer" if as_integer[name] else "string"
+        for file, values in enumerate(raw):
+            self.partitions.append(
+                {
+                    name: int(text) if text is not None and as_integer[name] else text
+                    for name, text in values.items()
+                    if name not in self.names[file]
+                }
+            )
+
+    def holders(self, name: str) -> Iterable[str]:
+        """The files that have the column, themselves or by their folder's name."""
+        return (p for p, own, part in zip(self.paths, self.names, self.partitions, strict=True) if name in own or name in part)
+
+
+def _partition_values(folders: Iterable[str]) -> dict[str, str | None]:
+    pairs = (folder.split("=", 1) for folder in folders if "=" in folder)
+    return {unquote(key): None if value == _HIVE_NULL else unquote(value) for key, value in pairs}
+
+
+def _widen(a: Kind, b: Kind) -> Kind | None:
+    """The kind that holds both, or None: integers of any width are one kind, and null fits everything."""
+    if a == b or b == "null":
+        return a
+    if a == "null":
+        return b
+    if {a, b} == {"integer", "float"}:
+        return "float"
+    if {a, b} == {"list<integer>", "list<float>"}:
+        return "list<float>"
+    for one, other in ((a, b), (b, a)):
+        if one == "list<null>" and other.startswith("list"):
+            return other
+    return None
