@@ -1,0 +1,258 @@
+"""One rank's bounded cache of hot rows: HET's cache embedding table (VLDB'22, sections 3 and 4).
+
+A batch goes through four calls: ``plan`` finds or makes room for its rows, pins them and cuts the request; the store
+answers it; ``commit`` writes the answer into the slots; ``update`` (or ``release``) unpins them. Between plan and commit of
+one batch, another one may be looked up and updated: what it accumulates stays pending on top of the rows that come back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cache_backend import ops
+from cache_backend.config import EmbeddingOptimizer
+from cache_backend.stats import CacheStats
+from cache_backend.store import Check, EmbeddingStore, ExchangeReply, ExchangeRequest, Fetch, Push
+
+__all__ = ["Cache", "CachePlan", "UniqueRows"]
+
+WAYS = 32
+_INITIAL_SPILL = 256
+_PENDING = 4  # int32 column of `meta` (csrc/core/cache_set.h)
+
+
+@dataclass
+class UniqueRows:
+    """A batch's rows. keys int64 (U,), tables int32 (U,); inverse int32 (N,): position -> row; order int32 (N,) and splits
+    int32 (U + 1,): the positions of each row."""
+
+    keys: Tensor
+    tables: Tensor
+    inverse: Tensor
+    order: Tensor
+    splits: Tensor
+
+
+@dataclass
+class CachePlan:
+    """What ``plan`` decided. slots int64 (U,); fetch: rows asked for, the first ``inserted`` of them new to the cache;
+    late: rows whose validity ends with updates that other batches in flight still make."""
+
+    rows: UniqueRows
+    slots: Tensor
+    fetch: Tensor
+    inserted: int
+    late: Tensor
+    checks: Tensor
+    request: ExchangeRequest
+
+
+class Cache:
+    """The rows of all tables of one width and optimizer.
+
+    Args:
+        rows: capacity, rounded up to a multiple of 32.
+        dim: weights a row.
+        optimizer: trains the rows and decides how many state values they carry.
+        store: where the tables live.
+        staleness: the bound s.
+    """
+
+    def __init__(
+        self, rows: int, dim: int, optimizer: EmbeddingOptimizer, store: EmbeddingStore, staleness: int
+    ) -> None:
+        self.capacity = -(-rows // WAYS) * WAYS
+        self.dim = dim
+        self.optimizer = optimizer
+        self.state_dim = optimizer.state_dim(dim)
+        self.staleness = staleness
+        self.stats = CacheStats()
+        self._store = store
+        self._tick = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every row, pending deltas included, and learn the tables' initial rows from the store again."""
+        slots = self.capacity + _INITIAL_SPILL
+        self.tags = torch.zeros(self.capacity, dtype=torch.uint8)
+        self.priority = torch.full((self.capacity,), -1, dtype=torch.int64)
+        self.meta = torch.zeros(slots, 4, dtype=torch.int64)
+        self.meta.view(torch.int32)[:, 5] = -1
+        self.rows = torch.zeros(slots, 2, self.dim + self.state_dim)
+        self._spill_in_use = False
+        schemas = self._store.schemas()
+        # The seed's 64 bits, as the int64 that torch has.
+        seeds = [schema.seed - (1 << 64) if schema.seed >= 1 << 63 else schema.seed for schema in schemas]
+        self._init_seeds = torch.tensor(seeds, dtype=torch.int64)
+        self._init_values = torch.tensor(
+            [[schema.init_low, schema.init_high, schema.init_state] for schema in schemas], dtype=torch.float32
+        ).reshape(-1, 3)
+
+    def plan(self, rows: UniqueRows) -> CachePlan:
+        """Pin the batch's rows and cut the request: evictions, refreshes, checks and fetches together."""
+        self._tick += 1
+        slots, fetch, late, checks, check_clocks, *push, counts = ops.cache_plan(
+            self.tags,
+            self.priority,
+            self.meta,
+            self.rows,
+            rows.keys,
+            rows.tables,
+            self._tick,
+            self.staleness,
+            self._spill_in_use,
+            not self._store.exclusive,
+        )
+        inserted, evicted, unplaced, spill_in_use = counts.tolist()
+        if unplaced:
+            self._spill(slots, rows, unplaced)
+        self._spill_in_use = bool(spill_in_use or unplaced)
+        request = ExchangeRequest(
+            self.dim,
+            self.state_dim,
+            _push_arrays(push),
+            Check(rows.tables[checks].numpy(), rows.keys[checks].numpy(), check_clocks.numpy(), self.staleness),
+            Fetch(rows.tables[fetch].numpy(), rows.keys[fetch].numpy()),
+        )
+        s = self.stats
+        s.steps += 1
+        s.lookups += rows.inverse.numel()
+        s.unique += rows.keys.numel()
+        s.misses += inserted
+        s.stale += fetch.numel() - inserted + late.numel()
+        s.hits += rows.keys.numel() - fetch.numel() - late.numel()
+        s.evicted += evicted
+        s.overflow += unplaced
+        self._count_request(request)
+        return CachePlan(rows, slots, fetch, inserted, late, checks, request)
+
+    def commit(self, plan: CachePlan, reply: ExchangeReply) -> None:
+        """Write the answer into the slots. Rows that were kept are rebased: what is pending stays on top."""
+        self._commit(plan.slots[plan.fetch], plan.inserted, reply.rows, reply.clocks, reply.fresh)
+        if len(reply.stale):
+            stale = plan.checks[torch.from_numpy(reply.stale).long()]
+            never_fresh = torch.zeros(len(reply.stale), dtype=torch.uint8).numpy()
+            self._commit(plan.slots[stale], 0, reply.stale_rows, reply.stale_clocks, never_fresh)
+            self.stats.stale += len(stale)
+            self.stats.hits -= len(stale)
+        self.stats.bytes_received += reply.nbytes
+
+    def settle(self, plan: CachePlan) -> None:
+        """Refresh, now that the batches before have made their updates, the rows that these updates made invalid."""
+        if plan.late.numel():
+            self._push_and_fetch(plan.slots[plan.late])
+
+    def lookup(self, plan: CachePlan, bag_offsets: Tensor, weights: Tensor | None, feature_mean: Tensor) -> Tensor:
+        """Pooled rows, float32 (B, F * dim)."""
+        return ops.bag_lookup(self.rows, plan.slots, plan.rows.inverse, bag_offsets, weights, feature_mean, self.dim)
+
+    def update_bags(
+        self,
+        plan: CachePlan,
+        grad: Tensor,
+        bag_of: Tensor | None,
+        bag_offsets: Tensor,
+        weights: Tensor | None,
+        feature_mean: Tensor,
+        scale: float,
+        lr: float,
+    ) -> None:
+        """One optimizer step on the batch's rows with the pooled gradient, float32 (B, F * dim); unpins them."""
+        ops.bag_update(
+            self.rows,
+            self.meta,
+            self.priority,
+            plan.slots,
+            grad,
+            plan.rows.order,
+            plan.rows.splits,
+            bag_of,
+            bag_offsets,
+            weights,
+            feature_mean,
+            self.dim,
+            scale,
+            self.optimizer.id,
+            lr,
+            self.optimizer.eps,
+        )
+
+    def update_rows(self, slots: Tensor, grads: Tensor, lr: float) -> None:
+        """One optimizer step with grads float32 (n, dim) on slots (n,), which must be distinct. Unpins nothing."""
+        ops.row_update(self.rows, self.meta, slots, grads, self.dim, self.optimizer.id, lr, self.optimizer.eps)
+
+    def release(self, plan: CachePlan) -> None:
+        """Unpin the batch's rows."""
+        ops.cache_release(self.meta, self.priority, plan.slots)
+
+    def flush(self) -> None:
+        """Push every pending delta and fetch those rows again: afterwards cache and store hold the same values."""
+        dirty = self.meta.view(torch.int32)[:, _PENDING].nonzero().squeeze(1)
+        if dirty.numel():
+            self._push_and_fetch(dirty)
+
+    def read(self, rows: UniqueRows) -> Tensor:
+        """The store's rows, float32 (U, dim + state). Neither cache nor store change."""
+        values, fresh = self._store.read(self.dim, self.state_dim, Fetch(rows.tables.numpy(), rows.keys.numpy()))
+        values_t = torch.from_numpy(values)
+        ops.init_rows(
+            values_t,
+            torch.from_numpy(fresh),
+            rows.keys,
+            rows.tables,
+            self._init_seeds,
+            self._init_values,
+            self.dim,
+        )
+        return values_t
+
+    def _push_and_fetch(self, slots: Tensor) -> None:
+        selected, *push = ops.cache_cut(self.meta, self.rows, slots)
+        push_arrays = _push_arrays(push)
+        request = ExchangeRequest(
+            self.dim, self.state_dim, push_arrays, Check(), Fetch(push_arrays.tables, push_arrays.keys)
+        )
+        self._count_request(request)
+        reply = self._store.exchange(request)
+        self._commit(slots[selected], 0, reply.rows, reply.clocks, reply.fresh)
+        self.stats.bytes_received += reply.nbytes
+
+    def _commit(self, slots: Tensor, inserted: int, rows, clocks, fresh) -> None:  # type: ignore[no-untyped-def]
+        ops.cache_commit(
+            self.meta,
+            self.rows,
+            slots,
+            inserted,
+            torch.from_numpy(rows),
+            torch.from_numpy(clocks),
+            torch.from_numpy(fresh),
+            self._init_seeds,
+            self._init_values,
+            self.dim,
+        )
+
+    def _spill(self, slots: Tensor, rows: UniqueRows, unplaced: int) -> None:
+        """Give rows without a slot spill rows, growing their room where it is short."""
+        left = int(ops.cache_spill(self.meta, slots, rows.keys, rows.tables, self.capacity))
+        if left == 0:
+            return
+        more = max(left, self.meta.size(0) - self.capacity)
+        meta = torch.zeros(more, 4, dtype=torch.int64)
+        meta.view(torch.int32)[:, 5] = -1
+        self.meta = torch.cat([self.meta, meta])
+        self.rows = torch.cat([self.rows, torch.zeros(more, 2, self.dim + self.state_dim)])
+        left = int(ops.cache_spill(self.meta, slots, rows.keys, rows.tables, self.capacity))
+        assert left == 0, f"{left} of {unplaced} rows found no spill row"
+
+    def _count_request(self, request: ExchangeRequest) -> None:
+        self.stats.pushed += len(request.push.keys)
+        self.stats.fetched += len(request.fetch.keys)
+        self.stats.bytes_sent += request.nbytes
+
+
+def _push_arrays(push: list[Tensor]) -> Push:
+    keys, tables, starts, clocks, deltas = (t.numpy() for t in push)
+    return Push(tables, keys, starts, clocks, deltas)

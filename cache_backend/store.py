@@ -1,0 +1,183 @@
+"""The store interface: where the embedding tables live. Torch-free: a parameter server imports this too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+__all__ = [
+    "Check",
+    "EmbeddingStore",
+    "ExchangeReply",
+    "ExchangeRequest",
+    "Fetch",
+    "Push",
+    "StoreStats",
+    "TableSchema",
+]
+
+
+@dataclass(frozen=True)
+class TableSchema:
+    """One table as the store knows it.
+
+    Rows are float32, ``dim`` weights and ``state_dim`` optimizer values. A row that nobody wrote has weights uniform in
+    ``[init_low, init_high)`` as a pure function of (``seed``, key), and state ``init_state``.
+    """
+
+    name: str
+    dim: int
+    state_dim: int
+    seed: int
+    init_low: float
+    init_high: float
+    init_state: float
+
+
+def _empty(dtype: type, *shape: int) -> np.ndarray:
+    return np.empty(shape, dtype)
+
+
+@dataclass
+class Push:
+    """Pending deltas of n rows. tables int32 (n,); keys, starts, clocks int64 (n,); deltas float32 (n, width)."""
+
+    tables: np.ndarray
+    keys: np.ndarray
+    starts: np.ndarray
+    clocks: np.ndarray
+    deltas: np.ndarray
+
+    @staticmethod
+    def nothing(width: int) -> Push:
+        i64 = _empty(np.int64, 0)
+        return Push(_empty(np.int32, 0), i64, i64, i64, _empty(np.float32, 0, width))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in (self.tables, self.keys, self.starts, self.clocks, self.deltas))
+
+
+@dataclass
+class Check:
+    """Clocks of cached rows: is c_g <= c_c + staleness? tables int32, keys and clocks int64, each (n,)."""
+
+    tables: np.ndarray = field(default_factory=lambda: _empty(np.int32, 0))
+    keys: np.ndarray = field(default_factory=lambda: _empty(np.int64, 0))
+    clocks: np.ndarray = field(default_factory=lambda: _empty(np.int64, 0))
+    staleness: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.tables.nbytes + self.keys.nbytes + self.clocks.nbytes
+
+
+@dataclass
+class Fetch:
+    """Rows wanted. tables int32 (n,), keys int64 (n,)."""
+
+    tables: np.ndarray
+    keys: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return self.tables.nbytes + self.keys.nbytes
+
+
+@dataclass
+class ExchangeRequest:
+    """One step's traffic for the tables of one row format; pushes are applied before checks and fetches are answered."""
+
+    dim: int
+    state_dim: int
+    push: Push
+    check: Check
+    fetch: Fetch
+
+    @property
+    def width(self) -> int:
+        return self.dim + self.state_dim
+
+    @property
+    def nbytes(self) -> int:
+        """Payload, before any encoding."""
+        return self.push.nbytes + self.check.nbytes + self.fetch.nbytes
+
+    @property
+    def is_empty(self) -> bool:
+        return not (len(self.push.keys) or len(self.check.keys) or len(self.fetch.keys))
+
+
+@dataclass
+class ExchangeReply:
+    """Answers in the request's order.
+
+    rows float32 (n, width), clocks int64 (n,), fresh uint8 (n,): the fetched rows; where ``fresh`` is 1 nobody wrote the
+    row, nothing travelled and ``rows`` and ``clocks`` mean nothing. stale int32 (k,): which checks failed; stale_rows and
+    stale_clocks: those rows.
+    """
+
+    rows: np.ndarray
+    clocks: np.ndarray
+    fresh: np.ndarray
+    stale: np.ndarray
+    stale_rows: np.ndarray
+    stale_clocks: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        """Payload that travels: fresh rows cost their flag alone."""
+        written = len(self.fresh) - int(np.count_nonzero(self.fresh))
+        row = self.rows.shape[1] * self.rows.itemsize + self.clocks.itemsize
+        return self.fresh.nbytes + written * row + len(self.stale) * (row + self.stale.itemsize)
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """rows: written rows held; memory_bytes: what they and their index take."""
+
+    rows: int
+    memory_bytes: int
+
+
+class EmbeddingStore(Protocol):
+    """Where tables live. Implementations: ``stores/local.py``."""
+
+    #: True where no other rank can write: then a cached row cannot be made stale by others, and nothing is checked.
+    exclusive: bool
+
+    def open(self, schemas: Sequence[TableSchema]) -> list[int]:
+        """Declare tables; returns their ids. Opening again returns the same id.
+
+        Raises:
+            ValueError: the table exists with another row format.
+        """
+        ...
+
+    def schemas(self) -> list[TableSchema]:
+        """All tables, by id. A table keeps the seed it was first opened with, also across a restore."""
+        ...
+
+    def exchange(self, request: ExchangeRequest) -> ExchangeReply:
+        """Pushes, validity checks and fetches, together."""
+        ...
+
+    def read(self, dim: int, state_dim: int, rows: Fetch) -> tuple[np.ndarray, np.ndarray]:
+        """Rows (n, width) float32 and fresh flags (n,) uint8, for evaluation and export. Changes nothing."""
+        ...
+
+    def snapshot(self, path: Path) -> None:
+        """Write every row to the folder ``path``, whole or not at all."""
+        ...
+
+    def restore(self, path: Path) -> None:
+        """Replace every row by a snapshot's. On an error nothing has changed."""
+        ...
+
+    def stats(self) -> StoreStats: ...
+
+    def close(self) -> None: ...

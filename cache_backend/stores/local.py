@@ -1,0 +1,123 @@
+"""The embedded store: the tables live in this process. Nothing to start, one rank only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from cache_backend._table import EmbeddingTable
+from cache_backend.snapshot import read_snapshot, write_snapshot
+from cache_backend.store import ExchangeReply, ExchangeRequest, Fetch, StoreStats, TableSchema
+
+__all__ = ["LocalStore"]
+
+
+class LocalStore:
+    """Tables in this process's memory; rows exist once they are written.
+
+    Args:
+        clock: how a push merges into the row's global clock. ``lamport`` (HET's paper): max(c_g, c_c). ``sum``:
+            c_g += c_c - c_s, which counts every update.
+        exclusive: whether one cache alone writes here. Several caches over one LocalStore (tests, experiments) must say
+            False, so that they check each other's clocks.
+    """
+
+    def __init__(self, clock: str = "lamport", exclusive: bool = True) -> None:
+        if clock not in ("lamport", "sum"):
+            raise ValueError(f"unknown clock rule {clock!r}; available: lamport, sum")
+        self.exclusive = exclusive
+        self._clock = clock
+        self._schemas: list[TableSchema] = []
+        self._groups: dict[tuple[int, int], EmbeddingTable] = {}
+
+    def open(self, schemas: Sequence[TableSchema]) -> list[int]:
+        known = {schema.name: i for i, schema in enumerate(self._schemas)}
+        for schema in schemas:
+            if schema.name not in known:
+                continue
+            have = self._schemas[known[schema.name]]
+            if (have.dim, have.state_dim) != (schema.dim, schema.state_dim):
+                raise ValueError(
+                    f"table {schema.name!r} holds rows of {have.dim} weights and {have.state_dim} optimizer values; "
+                    f"{schema.dim} and {schema.state_dim} were asked for. Use the embedding dimension and optimizer it was "
+                    f"made with, or another store"
+                )
+        for schema in schemas:
+            if schema.name not in known:
+                known[schema.name] = len(self._schemas)
+                self._schemas.append(schema)
+                self._declare(self._groups, known[schema.name], schema)
+        return [known[schema.name] for schema in schemas]
+
+    def schemas(self) -> list[TableSchema]:
+        return list(self._schemas)
+
+    def exchange(self, request: ExchangeRequest) -> ExchangeReply:
+        table = self._group(request.dim, request.state_dim)
+        push, check, fetch = request.push, request.check, request.fetch
+        if len(push.keys):
+            table.push(push.tables, push.keys, push.starts, push.clocks, push.deltas, self._clock)
+        stale = table.stale(check.tables, check.keys, check.clocks, check.staleness)
+        stale_rows, stale_clocks, _ = _fetch(table, Fetch(check.tables[stale], check.keys[stale]))
+        rows, clocks, fresh = _fetch(table, fetch)
+        return ExchangeReply(rows, clocks, fresh, stale, stale_rows, stale_clocks)
+
+    def read(self, dim: int, state_dim: int, rows: Fetch) -> tuple[np.ndarray, np.ndarray]:
+        values, _, fresh = _fetch(self._group(dim, state_dim), rows)
+        return values, fresh
+
+    def snapshot(self, path: Path) -> None:
+        write_snapshot(Path(path), self._schemas, self._groups)
+
+    def restore(self, path: Path) -> None:
+        snapshot = read_snapshot(Path(path))
+        by_name = {schema.name: schema for schema in snapshot.schemas}
+        # Tables opened here but absent from the snapshot keep their ids and start fresh.
+        schemas = [by_name.pop(mine.name, mine) for mine in self._schemas] + list(by_name.values())
+        for mine, theirs in zip(self._schemas, schemas, strict=False):
+            if (mine.dim, mine.state_dim) != (theirs.dim, theirs.state_dim):
+                raise ValueError(
+                    f"snapshot {path}: table {mine.name!r} has {theirs.dim} weights and {theirs.state_dim} optimizer values a "
+                    f"row, but {mine.dim} and {mine.state_dim} are expected here; use the embedding dimension and optimizer "
+                    f"of the run that wrote it"
+                )
+        groups: dict[tuple[int, int], EmbeddingTable] = {}
+        for i, schema in enumerate(schemas):
+            self._declare(groups, i, schema)
+        ids = {schema.name: i for i, schema in enumerate(schemas)}
+        for part in snapshot.parts():
+            groups[part.dim, part.state_dim].assign(part.table_ids(ids), part.keys, part.clocks, part.rows)
+        self._schemas, self._groups = schemas, groups
+
+    def stats(self) -> StoreStats:
+        groups = self._groups.values()
+        return StoreStats(sum(len(g) for g in groups), sum(g.memory_bytes for g in groups))
+
+    def close(self) -> None:
+        """Nothing to close: memory goes with the object."""
+
+    def _group(self, dim: int, state_dim: int) -> EmbeddingTable:
+        try:
+            return self._groups[dim, state_dim]
+        except KeyError:
+            raise ValueError(
+                f"no table with {dim} weights and {state_dim} optimizer values a row is open; open() it first"
+            ) from None
+
+    @staticmethod
+    def _declare(groups: dict[tuple[int, int], EmbeddingTable], table: int, schema: TableSchema) -> None:
+        key = schema.dim, schema.state_dim
+        if key not in groups:
+            groups[key] = EmbeddingTable(*key)
+        groups[key].set_init(table, schema.seed, schema.init_low, schema.init_high, schema.init_state)
+
+
+def _fetch(table: EmbeddingTable, fetch: Fetch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    n = len(fetch.keys)
+    rows = np.empty((n, table.dim + table.state_dim), np.float32)
+    clocks = np.empty(n, np.int64)
+    fresh = np.empty(n, np.uint8)
+    table.fetch(fetch.tables, fetch.keys, rows, clocks, fresh)
+    return rows, clocks, fresh

@@ -1,0 +1,48 @@
+// The set-associative cache's logic: 32 ways a set, found by a one-byte tag, evicted by the lowest priority.
+//
+// Eviction rule: the way with the lowest priority goes; ties go to the lowest way. An empty way has priority kEmpty, below
+// every row. A pinned row (some batch in flight uses it) carries kPinned in its priority, above every unpinned one: when
+// the lowest priority of a set is a pinned one, nothing can be evicted and the newcomer overflows. LRU's priority is the
+// number of the batch that used the row last.
+#pragma once
+
+#include <cstdint>
+
+#include "hd.h"
+
+namespace hetrec {
+
+constexpr int kWays = 32;
+constexpr int64_t kEmpty = -1;
+constexpr int64_t kPinned = int64_t{1} << 56;
+
+// What a slot holds, 32 bytes. `pending` counts the updates not yet pushed, `pins` the batches in flight.
+struct SlotMeta {
+  int64_t key;
+  int64_t start_clock;
+  int32_t pending;
+  int32_t table;  // -1: the slot is empty
+  int32_t pins;
+  int32_t reserved;
+};
+static_assert(sizeof(SlotMeta) == 32);
+
+// Ways of a set whose tag equals `tag`, one bit each.
+HETREC_HD uint32_t match_tags(const uint8_t* tags, uint8_t tag) {
+  uint32_t mask = 0;
+  for (int way = 0; way < kWays; ++way) mask |= static_cast<uint32_t>(tags[way] == tag) << way;
+  return mask;
+}
+
+// The way to evict, or -1 when every row is pinned. Priorities stay below 2^57, so that the way fits beneath them.
+HETREC_HD int victim_way(const int64_t* priority) {
+  int64_t lowest = INT64_MAX;
+  for (int way = 0; way < kWays; ++way) {
+    const int64_t candidate = priority[way] * kWays + way;
+    lowest = candidate < lowest ? candidate : lowest;
+  }
+  const int way = static_cast<int>(lowest & (kWays - 1));
+  return (priority[way] & kPinned) != 0 && priority[way] >= 0 ? -1 : way;
+}
+
+}  // namespace hetrec

@@ -1,0 +1,60 @@
+// Every op of the library, in one place. Mutations are declared here; kernels (cpu/, cuda/) only implement them.
+//
+// Shapes: N positions (keys of a batch, duplicates included), U unique rows, F features, B samples, D weights a row,
+// R = D + optimizer state, S = slots of the cache (a multiple of 32), S' = S + spill rows.
+//   tags uint8 (S), priority int64 (S), meta int64 (S', 4) (see core/cache_set.h), rows float32 (S', 2, R): values, deltas.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(hetrec, m) {
+  // Position of the first key outside its table (feature_rows[f] rows, 0: no limit), or -1.
+  m.def("check_keys(Tensor keys, Tensor feature_splits, Tensor feature_rows) -> Tensor");
+  // Unique (table, key) rows in order of first occurrence; inverse (N): position -> row; order (N) and splits (U + 1):
+  // the positions of each row.
+  m.def(
+      "unique_rows(Tensor keys, Tensor feature_splits, Tensor feature_tables) -> "
+      "(Tensor keys, Tensor tables, Tensor inverse, Tensor order, Tensor splits)");
+  // Finds or makes room for every row, pins it, and cuts what must be pushed. slots (U), -1 where no room was found.
+  // fetch: rows (indices into U) to fetch, counts[0] inserted ones first, then refreshed ones. late: rows that become
+  // invalid by updates still to come. checks: hits whose clock the server should look at (check_clocks).
+  // counts: inserted, evicted, unplaced, spill rows in use.
+  m.def(
+      "cache_plan(Tensor(a!) tags, Tensor(b!) priority, Tensor(c!) meta, Tensor(d!) rows, Tensor keys, Tensor tables, "
+      "int tick, int staleness, bool spill_in_use, bool want_checks) -> "
+      "(Tensor slots, Tensor fetch, Tensor late, Tensor checks, Tensor check_clocks, Tensor push_keys, "
+      "Tensor push_tables, Tensor push_starts, Tensor push_clocks, Tensor push_deltas, Tensor counts)");
+  // Gives rows without a slot (-1) free spill rows, pinned; returns how many found none.
+  m.def("cache_spill(Tensor(a!) meta, Tensor(b!) slots, Tensor keys, Tensor tables, int capacity) -> Tensor");
+  // Cuts the pending deltas of slots: what a push carries is no longer pending. selected: indices into slots.
+  m.def(
+      "cache_cut(Tensor(a!) meta, Tensor(b!) rows, Tensor slots) -> "
+      "(Tensor selected, Tensor push_keys, Tensor push_tables, Tensor push_starts, Tensor push_clocks, "
+      "Tensor push_deltas)");
+  // Writes fetched rows into slots: the first `inserted` replace, the rest are rebased (pending deltas stay on top).
+  // Fresh rows are made here. init_seeds int64 (T), init_values float32 (T, 3): low, high, state, by table id.
+  m.def(
+      "cache_commit(Tensor(a!) meta, Tensor(b!) rows, Tensor slots, int inserted, Tensor reply_rows, "
+      "Tensor reply_clocks, Tensor fresh, Tensor init_seeds, Tensor init_values, int dim) -> ()");
+  // Unpins slots of a batch that is done (or given up).
+  m.def("cache_release(Tensor(a!) meta, Tensor(b!) priority, Tensor slots) -> ()");
+  // Fills fresh rows of a read with their initial values. rows (n, R).
+  m.def(
+      "init_rows(Tensor(a!) rows, Tensor fresh, Tensor keys, Tensor tables, Tensor init_seeds, Tensor init_values, "
+      "int dim) -> ()");
+  // Pooled lookup. rows float32 (n, stride); out (B, F * D). bag_offsets int64 (F * B + 1), feature-major.
+  m.def(
+      "bag_lookup(Tensor rows, Tensor slots, Tensor inverse, Tensor bag_offsets, Tensor? weights, Tensor feature_mean, "
+      "int dim) -> Tensor");
+  // The lookup's gradient, summed per unique row: (U, D).
+  m.def(
+      "bag_grad(Tensor grad, Tensor order, Tensor splits, Tensor? bag_of, Tensor bag_offsets, Tensor? weights, "
+      "Tensor feature_mean, int dim, float scale) -> Tensor");
+  // bag_grad and row_update in one pass; unpins the slots.
+  m.def(
+      "bag_update(Tensor(a!) rows, Tensor(b!) meta, Tensor(c!) priority, Tensor slots, Tensor grad, Tensor order, "
+      "Tensor splits, Tensor? bag_of, Tensor bag_offsets, Tensor? weights, Tensor feature_mean, int dim, float scale, "
+      "int optimizer, float lr, float eps) -> ()");
+  // One optimizer step on each slot with its gradient (n, D).
+  m.def(
+      "row_update(Tensor(a!) rows, Tensor(b!) meta, Tensor slots, Tensor grads, int dim, int optimizer, float lr, "
+      "float eps) -> ()");
+}

@@ -1,0 +1,231 @@
+#include "table/embedding_table.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace hetrec {
+
+namespace {
+constexpr int64_t kBlock = 32;      // rows in flight while prefetching
+constexpr int64_t kFirstIndex = 8;  // index entries of a bucket's first allocation
+constexpr int64_t kCacheLine = 64;
+}  // namespace
+
+EmbeddingTable::EmbeddingTable(int64_t dim, int64_t state_dim) : dim_(dim), state_dim_(state_dim), buckets_(kBuckets) {
+  if (dim < 1 || state_dim < 0) {
+    throw std::invalid_argument("a table needs dim >= 1 and state_dim >= 0, got dim " + std::to_string(dim) +
+                                ", state_dim " + std::to_string(state_dim));
+  }
+  const int64_t bytes = static_cast<int64_t>(sizeof(RowHeader) + sizeof(float) * (dim + state_dim));
+  stride_ = (bytes + 7) / 8 * 8;
+}
+
+void EmbeddingTable::set_init(int32_t table, const RowInit& init) {
+  if (table < 0 || table >= 1 << 16) {
+    throw std::out_of_range("table id " + std::to_string(table) + " is outside 0..65535");
+  }
+  const std::unique_lock lock(mutex_);
+  const auto index = static_cast<size_t>(table);
+  if (index >= init_.size()) {
+    init_.resize(index + 1);
+    declared_.resize(index + 1, false);
+  }
+  init_[index] = init;
+  declared_[index] = true;
+}
+
+void EmbeddingTable::check_declared(int64_t n, const int32_t* tables) const {
+  for (int64_t i = 0; i < n; ++i) {
+    const auto table = static_cast<size_t>(tables[i]);
+    if (tables[i] < 0 || table >= declared_.size() || !declared_[table]) {
+      throw std::out_of_range("table id " + std::to_string(tables[i]) + " was not opened; open() it before the exchange");
+    }
+  }
+}
+
+void EmbeddingTable::prefetch_index(uint64_t hash) const {
+  const Bucket& bucket = buckets_[bucket_of(hash)];
+  if (!bucket.index.empty()) __builtin_prefetch(&bucket.index[home_of(hash, bucket)]);
+}
+
+const EmbeddingTable::RowHeader* EmbeddingTable::likely_row(uint64_t hash) const {
+  const Bucket& bucket = buckets_[bucket_of(hash)];
+  if (bucket.index.empty()) return nullptr;
+  const uint32_t mask = static_cast<uint32_t>(bucket.index.size() - 1);
+  for (uint32_t i = home_of(hash, bucket);; i = (i + 1) & mask) {
+    const uint32_t entry = bucket.index[i];
+    if (entry == 0) return nullptr;
+    if (entry >> kRowBits == tag_of(hash)) return row_at(bucket, (entry & ((1u << kRowBits) - 1)) - 1);
+  }
+}
+
+EmbeddingTable::RowHeader* EmbeddingTable::find(uint64_t hash, int32_t table, int64_t key) const {
+  const Bucket& bucket = buckets_[bucket_of(hash)];
+  if (bucket.index.empty()) return nullptr;
+  const uint32_t mask = static_cast<uint32_t>(bucket.index.size() - 1);
+  for (uint32_t i = home_of(hash, bucket);; i = (i + 1) & mask) {
+    const uint32_t entry = bucket.index[i];
+    if (entry == 0) return nullptr;
+    if (entry >> kRowBits != tag_of(hash)) continue;
+    RowHeader* header = row_at(bucket, (entry & ((1u << kRowBits) - 1)) - 1);
+    if (header->key == key && table_of(*header) == table) return header;
+  }
+}
+
+void EmbeddingTable::grow(Bucket& bucket) {
+  const size_t size = std::max<size_t>(kFirstIndex, bucket.index.size() * 2);
+  if (size > size_t{1} << kRowBits) throw std::length_error("a bucket is full: more than 2^23 rows in one of 4096 buckets");
+  std::vector<uint32_t> index(size, 0);
+  const auto mask = static_cast<uint32_t>(size - 1);
+  for (uint32_t row = 0; row < bucket.count; ++row) {
+    const RowHeader* header = row_at(bucket, row);
+    const uint64_t hash = hash_row(table_of(*header), header->key);
+    uint32_t i = static_cast<uint32_t>(hash >> 8) & mask;
+    while (index[i] != 0) i = (i + 1) & mask;
+    index[i] = static_cast<uint32_t>(tag_of(hash)) << kRowBits | (row + 1);
+  }
+  bucket.index = std::move(index);
+}
+
+EmbeddingTable::RowHeader* EmbeddingTable::find_or_create(uint64_t hash, int32_t table, int64_t key, bool* created) {
+  if (RowHeader* header = find(hash, table, key)) {
+    *created = false;
+    return header;
+  }
+  Bucket& bucket = buckets_[bucket_of(hash)];
+  if (bucket.count * 8 >= bucket.index.size() * 7) grow(bucket);
+  if (bucket.count % kChunkRows == 0) {
+    bucket.chunks.push_back(std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(kChunkRows * stride_)));
+  }
+  const auto mask = static_cast<uint32_t>(bucket.index.size() - 1);
+  uint32_t i = home_of(hash, bucket);
+  while (bucket.index[i] != 0) i = (i + 1) & mask;
+  const uint32_t row = bucket.count++;
+  bucket.index[i] = static_cast<uint32_t>(tag_of(hash)) << kRowBits | (row + 1);
+  RowHeader* header = row_at(bucket, row);
+  header->key = key;
+  header->table_and_clock = static_cast<uint64_t>(table) << 48;
+  *created = true;
+  return header;
+}
+
+template <typename Visit>
+void EmbeddingTable::for_each_prefetched(int64_t n, const int32_t* tables, const int64_t* keys, Visit visit) const {
+  uint64_t hashes[2][kBlock];
+  const auto start_block = [&](int64_t begin, uint64_t* hash) {
+    const int64_t end = std::min(n, begin + kBlock);
+    for (int64_t i = begin; i < end; ++i) {
+      hash[i - begin] = hash_row(tables[i], keys[i]);
+      prefetch_index(hash[i - begin]);
+    }
+  };
+  start_block(0, hashes[0]);
+  int now = 0;
+  for (int64_t begin = 0; begin < n; begin += kBlock, now ^= 1) {
+    const int64_t end = std::min(n, begin + kBlock);
+    for (int64_t i = begin; i < end; ++i) {
+      if (const RowHeader* row = likely_row(hashes[now][i - begin])) {
+        const auto* bytes = reinterpret_cast<const char*>(row);
+        for (int64_t b = 0; b < stride_ + kCacheLine - 1; b += kCacheLine) __builtin_prefetch(bytes + b);
+      }
+    }
+    start_block(begin + kBlock, hashes[now ^ 1]);
+    for (int64_t i = begin; i < end; ++i) visit(i, hashes[now][i - begin]);
+  }
+}
+
+void EmbeddingTable::push(const PushView& push, ClockRule rule) {
+  const std::unique_lock lock(mutex_);
+  check_declared(push.n, push.tables);
+  const int64_t width = this->width();
+  for_each_prefetched(push.n, push.tables, push.keys, [&](int64_t i, uint64_t hash) {
+    bool created = false;
+    RowHeader* header = find_or_create(hash, push.tables[i], push.keys[i], &created);
+    float* values = values_of(header);
+    if (created) init_row(init_[static_cast<size_t>(push.tables[i])], push.keys[i], dim_, state_dim_, values);
+    const float* delta = push.deltas + i * width;
+    for (int64_t d = 0; d < width; ++d) values[d] += delta[d];
+    set_clock(*header, merge_clock(rule, clock_of(*header), push.start_clocks[i], push.clocks[i]));
+  });
+}
+
+void EmbeddingTable::fetch(const FetchView& fetch) const {
+  const std::shared_lock lock(mutex_);
+  check_declared(fetch.n, fetch.tables);
+  const int64_t width = this->width();
+  for_each_prefetched(fetch.n, fetch.tables, fetch.keys, [&](int64_t i, uint64_t hash) {
+    RowHeader* header = find(hash, fetch.tables[i], fetch.keys[i]);
+    fetch.fresh[i] = header == nullptr;
+    if (header == nullptr) return;
+    fetch.clocks[i] = clock_of(*header);
+    std::memcpy(fetch.rows + i * width, values_of(header), sizeof(float) * static_cast<size_t>(width));
+  });
+}
+
+std::vector<int32_t> EmbeddingTable::stale(int64_t n, const int32_t* tables, const int64_t* keys, const int64_t* clocks,
+                                           int64_t staleness) const {
+  const std::shared_lock lock(mutex_);
+  check_declared(n, tables);
+  std::vector<int32_t> result;
+  for_each_prefetched(n, tables, keys, [&](int64_t i, uint64_t hash) {
+    const RowHeader* header = find(hash, tables[i], keys[i]);
+    if (header != nullptr && !read_is_fresh(clock_of(*header), clocks[i], staleness)) {
+      result.push_back(static_cast<int32_t>(i));
+    }
+  });
+  return result;
+}
+
+int64_t EmbeddingTable::bucket_size(int64_t bucket) const {
+  const std::shared_lock lock(mutex_);
+  return buckets_.at(static_cast<size_t>(bucket)).count;
+}
+
+void EmbeddingTable::export_bucket(int64_t bucket, int32_t* tables, int64_t* keys, int64_t* clocks, float* rows) const {
+  const std::shared_lock lock(mutex_);
+  const Bucket& source = buckets_.at(static_cast<size_t>(bucket));
+  for (uint32_t row = 0; row < source.count; ++row) {
+    RowHeader* header = row_at(source, row);
+    tables[row] = table_of(*header);
+    keys[row] = header->key;
+    clocks[row] = clock_of(*header);
+    std::memcpy(rows + row * width(), values_of(header), sizeof(float) * static_cast<size_t>(width()));
+  }
+}
+
+void EmbeddingTable::assign(int64_t n, const int32_t* tables, const int64_t* keys, const int64_t* clocks,
+                            const float* rows) {
+  const std::unique_lock lock(mutex_);
+  check_declared(n, tables);
+  for (int64_t i = 0; i < n; ++i) {
+    bool created = false;
+    RowHeader* header = find_or_create(hash_row(tables[i], keys[i]), tables[i], keys[i], &created);
+    set_clock(*header, clocks[i]);
+    std::memcpy(values_of(header), rows + i * width(), sizeof(float) * static_cast<size_t>(width()));
+  }
+}
+
+void EmbeddingTable::clear() {
+  const std::unique_lock lock(mutex_);
+  for (Bucket& bucket : buckets_) bucket = Bucket{};
+}
+
+int64_t EmbeddingTable::size() const {
+  const std::shared_lock lock(mutex_);
+  int64_t rows = 0;
+  for (const Bucket& bucket : buckets_) rows += bucket.count;
+  return rows;
+}
+
+int64_t EmbeddingTable::memory_bytes() const {
+  const std::shared_lock lock(mutex_);
+  int64_t bytes = static_cast<int64_t>(sizeof(Bucket) * buckets_.size());
+  for (const Bucket& bucket : buckets_) {
+    bytes += static_cast<int64_t>(bucket.index.capacity() * sizeof(uint32_t));
+    bytes += static_cast<int64_t>(bucket.chunks.capacity() * sizeof(bucket.chunks[0]));
+    bytes += static_cast<int64_t>(bucket.chunks.size()) * kChunkRows * stride_;
+  }
+  return bytes;
+}
+
+}  // namespace hetrec

@@ -1,0 +1,125 @@
+// The server-side table: rows of one width, hashed by (table id, key), with optimizer state and a clock each.
+//
+// Rows live in 4096 virtual buckets (the unit of snapshots and of sharding). A bucket is a small open-addressing index over
+// rows kept in chunks, so growth moves a few thousand index entries at a time and never a row. Only rows that somebody
+// pushed exist; every other row is "fresh": its value follows from (seed, key) alone and costs no memory.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "core/clock.h"
+#include "core/hash.h"
+#include "core/init.h"
+
+namespace hetrec {
+
+// Pushed deltas. `deltas` is (n, width) floats, weights then state; clocks are those of the replica.
+struct PushView {
+  int64_t n;
+  const int32_t* tables;
+  const int64_t* keys;
+  const int64_t* start_clocks;
+  const int64_t* clocks;
+  const float* deltas;
+};
+
+// Rows to be read. `fresh[i]` becomes 1 where nobody wrote the row; `rows` and `clocks` are then left as they are.
+struct FetchView {
+  int64_t n;
+  const int32_t* tables;
+  const int64_t* keys;
+  float* rows;
+  int64_t* clocks;
+  uint8_t* fresh;
+};
+
+class EmbeddingTable {
+ public:
+  EmbeddingTable(int64_t dim, int64_t state_dim);
+
+  // Declares how the rows of table `table` begin. Must come before the first push to it.
+  void set_init(int32_t table, const RowInit& init);
+
+  // Adds deltas to rows, creating the row where it is fresh. Throws std::out_of_range before anything is applied when a
+  // table was not declared.
+  void push(const PushView& push, ClockRule rule);
+
+  // Copies rows out. Changes nothing.
+  void fetch(const FetchView& fetch) const;
+
+  // Indices i with c_g(i) > clocks[i] + staleness, ascending.
+  std::vector<int32_t> stale(int64_t n, const int32_t* tables, const int64_t* keys, const int64_t* clocks,
+                             int64_t staleness) const;
+
+  // One bucket's rows, for snapshots: counts, and copies in the order of creation.
+  int64_t bucket_size(int64_t bucket) const;
+  void export_bucket(int64_t bucket, int32_t* tables, int64_t* keys, int64_t* clocks, float* rows) const;
+
+  // Sets rows to exact values, creating them where needed (restore).
+  void assign(int64_t n, const int32_t* tables, const int64_t* keys, const int64_t* clocks, const float* rows);
+
+  void clear();
+
+  int64_t dim() const { return dim_; }
+  int64_t state_dim() const { return state_dim_; }
+  int64_t width() const { return dim_ + state_dim_; }
+  int64_t size() const;
+  int64_t memory_bytes() const;
+
+ private:
+  static constexpr int64_t kChunkRows = 32;
+  static constexpr uint32_t kRowBits = 24;  // index entry: tag in the high 8 bits, row number + 1 in the low 24
+
+  struct RowHeader {
+    int64_t key;
+    uint64_t table_and_clock;  // 16 bits of table id, 48 bits of clock
+  };
+
+  struct Bucket {
+    std::vector<uint32_t> index;
+    uint32_t count = 0;
+    std::vector<std::unique_ptr<std::byte[]>> chunks;
+  };
+
+  static int32_t table_of(const RowHeader& h) { return static_cast<int32_t>(h.table_and_clock >> 48); }
+  static int64_t clock_of(const RowHeader& h) { return static_cast<int64_t>(h.table_and_clock & 0xffffffffffffULL); }
+  static void set_clock(RowHeader& h, int64_t clock) {
+    h.table_and_clock = (h.table_and_clock & ~0xffffffffffffULL) | (static_cast<uint64_t>(clock) & 0xffffffffffffULL);
+  }
+
+  RowHeader* row_at(const Bucket& bucket, uint32_t row) const {
+    return reinterpret_cast<RowHeader*>(bucket.chunks[row / kChunkRows].get() + (row % kChunkRows) * stride_);
+  }
+  static float* values_of(RowHeader* header) { return reinterpret_cast<float*>(header + 1); }
+
+  static uint32_t home_of(uint64_t hash, const Bucket& bucket) {
+    return static_cast<uint32_t>(hash >> 8) & static_cast<uint32_t>(bucket.index.size() - 1);
+  }
+  void prefetch_index(uint64_t hash) const;
+  // The row whose tag matches first, for prefetching only: it may be another row.
+  const RowHeader* likely_row(uint64_t hash) const;
+  RowHeader* find(uint64_t hash, int32_t table, int64_t key) const;
+  RowHeader* find_or_create(uint64_t hash, int32_t table, int64_t key, bool* created);
+  void grow(Bucket& bucket);
+  void check_declared(int64_t n, const int32_t* tables) const;
+
+  // Visits rows in the given order with index and row already on their way into the cache.
+  template <typename Visit>
+  void for_each_prefetched(int64_t n, const int32_t* tables, const int64_t* keys, Visit visit) const;
+
+  int64_t dim_;
+  int64_t state_dim_;
+  int64_t stride_;  // bytes a row
+  std::vector<Bucket> buckets_;
+  std::vector<RowInit> init_;
+  std::vector<bool> declared_;
+  mutable std::shared_mutex mutex_;
+};
+
+}  // namespace hetrec

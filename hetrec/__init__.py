@@ -1,0 +1,6 @@
+"""Recommendation and graph models whose embedding tables outgrow a GPU or a machine."""
+
+from hetrec.data import Batch, FeatureSpec, SparseFeature, TableSpec
+from hetrec.embedding_bag import HetEmbeddingBagCollection
+
+__all__ = ["Batch", "FeatureSpec", "HetEmbeddingBagCollection", "SparseFeature", "TableSpec"]

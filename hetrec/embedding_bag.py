@@ -1,0 +1,408 @@
+"""The embedding collection that models use: pooled lookups whose rows live on a store, behind a bounded cache."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from cache_backend.cache import Cache, CachePlan
+from cache_backend.config import CacheConfig, EmbeddingOptimizer
+from cache_backend.stats import CacheStats
+from cache_backend.store import EmbeddingStore, ExchangeReply, TableSchema
+from hetrec.features import Bags, FeatureGroup, check_features
+
+__all__ = ["HetEmbeddingBagCollection"]
+
+DEFAULT_CACHE_ROWS = 500_000
+
+
+@dataclass
+class _GroupPlan:
+    """One cache's share of a batch; ``grads``: the pooled gradients that backward left."""
+
+    cache: CachePlan
+    bags: Bags
+    grads: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class _BatchPlan:
+    """A batch between its plan and its update. ``replies`` runs in the background; None once it is committed."""
+
+    features: KeyedJaggedTensor
+    groups: list[_GroupPlan]
+    replies: Future[list[ExchangeReply]] | None
+
+
+@dataclass
+class _Group:
+    """Tables of one width share a cache."""
+
+    features: FeatureGroup
+    cache: Cache
+
+
+class HetEmbeddingBagCollection(nn.Module):
+    """Pooled embeddings over a store, as TorchRec's ``EmbeddingBagCollection`` computes them.
+
+    The module has no parameters and no buffers. In training mode rows come from the cache; gradients are kept until
+    ``step`` applies them. In evaluation mode rows are read from the store and nothing changes: unknown keys get their
+    deterministic initial row, nothing is inserted, evicted or counted.
+
+    Args:
+        tables: TorchRec configs. ``num_embeddings`` 0: a table without size, every int64 is a key; such a config must
+            give ``weight_init_min`` and ``weight_init_max``. Rows begin uniform in that range (TorchRec's default where a
+            table has a size and no range). Pooling sum or mean; a mean divides by the bag's length, also where bags are
+            weighted.
+        is_weighted: whether bags carry weights (the KeyedJaggedTensor's).
+
+    Raises:
+        ValueError: a table is named twice, or has no feature.
+    """
+
+    def __init__(self, tables: Sequence[EmbeddingBagConfig], is_weighted: bool = False) -> None:
+        super().__init__()
+        names = [table.name for table in tables]
+        if not tables:
+            raise ValueError("an embedding collection needs at least one table")
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"table names must be unique; more than once: {', '.join(twice)}")
+        if lonely := [table.name for table in tables if not table.feature_names]:
+            raise ValueError(f"these tables have no feature that reads them: {', '.join(lonely)}")
+        self._tables = list(tables)
+        self._is_weighted = is_weighted
+        readers = [name for table in tables for name in table.feature_names]
+        self._output_names = [
+            name if readers.count(name) == 1 else f"{name}@{table.name}"
+            for table in tables
+            for name in table.feature_names
+        ]
+        self._output_dims = [table.embedding_dim for table in tables for _ in table.feature_names]
+        self._groups: list[_Group] = []
+        self._store: EmbeddingStore | None = None
+        self._forget_batches()
+        # Gives the lookup a place in the autograd graph; a plain attribute, so that no optimizer or DDP sees it.
+        self._leaf = torch.empty(0, requires_grad=True)
+
+    def _forget_batches(self) -> None:
+        self._begun: list[_BatchPlan] = []  # since the last step; the last one is the current batch
+        self._ahead: _BatchPlan | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.is_open:
+            raise TypeError(
+                "an open embedding collection holds a cache and a store and cannot be copied; close() it first"
+            )
+        return self.__dict__
+
+    @property
+    def is_open(self) -> bool:
+        return self._store is not None
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        return self._tables
+
+    def is_weighted(self) -> bool:
+        return self._is_weighted
+
+    def open(
+        self,
+        store: EmbeddingStore,
+        cache: CacheConfig,
+        optimizer: EmbeddingOptimizer,
+        seed: int = 0,
+        world_size: int = 1,
+        expected_rows: Mapping[str, int] | None = None,
+    ) -> None:
+        """Declare the tables at the store and create the caches.
+
+        Args:
+            seed: of the initial rows; with the table's name it decides them.
+            world_size: ranks; gradients are divided by it, as DDP's mean does.
+            expected_rows: about how many keys tables without a size will see; ``cache.fraction`` is a share of these.
+
+        Raises:
+            RuntimeError: already open.
+            ValueError: ``cache.fraction`` without known table sizes; a table the store holds in another format.
+        """
+        if self.is_open:
+            raise RuntimeError("the collection is already open; close() it first")
+        schemas = [_schema(table, optimizer, seed) for table in self._tables]
+        table_ids = dict(zip((s.name for s in schemas), store.open(schemas), strict=True))
+        by_dim: dict[int, list[EmbeddingBagConfig]] = {}
+        for table in self._tables:
+            by_dim.setdefault(table.embedding_dim, []).append(table)
+        capacity = _capacity(by_dim, cache, expected_rows or {})
+        for dim, tables in by_dim.items():
+            readers = [(table, name) for table in tables for name in table.feature_names]
+            features = FeatureGroup(
+                [name for _, name in readers],
+                [table_ids[table.name] for table, _ in readers],
+                [table.name for table, _ in readers],
+                [table.num_embeddings for table, _ in readers],
+                [table.pooling == PoolingType.MEAN for table, _ in readers],
+            )
+            self._groups.append(_Group(features, Cache(capacity[dim], dim, optimizer, store, cache.staleness)))
+        self._store = store
+        self._scale = 1.0 / world_size
+        self._wait_s = 0.0
+        self._exchanges = ThreadPoolExecutor(1, thread_name_prefix="hetrec-exchange")
+
+    def begin(self, features: KeyedJaggedTensor, upcoming: Sequence[KeyedJaggedTensor] = ()) -> None:
+        """Start a training step: bring this batch's rows in, then plan the next batch and launch its exchange.
+
+        Args:
+            features: the batch.
+            upcoming: batches known to come, nearest first. The object that stands here must be the one a later ``begin``
+                gets: identity ties a prefetched plan to its batch.
+        """
+        self._expect_open()
+        self._drain(keep=features)
+        if self._ahead is not None:
+            plan, self._ahead = self._ahead, None
+        else:
+            plan = self._plan(features)
+        self._commit(plan)
+        for group, part in zip(self._groups, plan.groups, strict=True):
+            group.cache.settle(part.cache)
+        self._begun.append(plan)
+        if upcoming:
+            self._ahead = self._plan(upcoming[0])
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Pooled rows; keys are the features' names in the order of the tables that hold them (``feature@table`` where a
+        feature reads several), values float32 (B, sum of dims)."""
+        self._expect_open()
+        if not self.training:
+            return self._evaluate(features)
+        if not self._begun or self._begun[-1].features is not features:
+            self.begin(features)
+        plan = self._begun[-1]
+        pooled = [_Lookup.apply(self._leaf, group, part) for group, part in zip(self._groups, plan.groups, strict=True)]
+        return self._output(pooled)
+
+    def step(self, lr: float) -> None:
+        """Apply the gradients of all batches since the last step as one optimizer step a row, and unpin the batches."""
+        begun, self._begun = self._begun, []
+        for i, group in enumerate(self._groups):
+            parts = [plan.groups[i] for plan in begun]
+            if len(parts) == 1 and len(parts[0].grads) == 1:
+                part = parts[0]
+                group.cache.update_bags(
+                    part.cache,
+                    part.grads[0],
+                    part.bags.bag_of,
+                    part.bags.offsets,
+                    part.bags.weights,
+                    group.features.mean,
+                    self._scale,
+                    lr,
+                )
+                continue
+            self._step_accumulated(group, parts, lr)
+            for part in parts:
+                group.cache.release(part.cache)
+
+    def discard(self) -> None:
+        """Give up the batches since the last step: their gradients are dropped, their rows unpinned."""
+        begun, self._begun = self._begun, []
+        for plan in begun:
+            self._release(plan)
+
+    def flush(self) -> None:
+        """Push every pending delta. Afterwards the store holds what the cache holds."""
+        self._expect_open()
+        if self._ahead is not None:
+            self._commit(self._ahead)
+        for group in self._groups:
+            group.cache.flush()
+
+    def reset(self) -> None:
+        """Forget all cached rows, pending deltas included: the store was restored."""
+        self._expect_open()
+        if self._ahead is not None and self._ahead.replies is not None:
+            self._ahead.replies.result()
+        self._forget_batches()
+        for group in self._groups:
+            group.cache.reset()
+
+    def stats(self) -> CacheStats:
+        """Counters since ``open``, over all caches."""
+        if not self._groups:
+            return CacheStats()
+        total = sum((group.cache.stats for group in self._groups), CacheStats())
+        total.steps = self._groups[0].cache.stats.steps
+        total.wait_s = self._wait_s
+        return total
+
+    def close(self) -> None:
+        """Flush and let go of cache and store. Closing twice is fine."""
+        if not self.is_open:
+            return
+        try:
+            self.discard()
+            self.flush()
+        finally:
+            self._exchanges.shutdown()
+            self._forget_batches()
+            self._groups = []
+            self._store = None
+
+    def _plan(self, features: KeyedJaggedTensor) -> _BatchPlan:
+        check_features(features, self._is_weighted)
+        # All groups are checked before the first cache is touched: a bad key must leave no pins behind.
+        inputs = [group.features.rows_and_bags(features, self._is_weighted) for group in self._groups]
+        groups = [
+            _GroupPlan(group.cache.plan(rows), bags) for group, (rows, bags) in zip(self._groups, inputs, strict=True)
+        ]
+        return _BatchPlan(features, groups, self._launch(groups))
+
+    def _launch(self, groups: list[_GroupPlan]) -> Future[list[ExchangeReply]]:
+        store = self._store
+        assert store is not None
+        requests = [group.cache.request for group in groups]
+        return self._exchanges.submit(lambda: [store.exchange(request) for request in requests])
+
+    def _commit(self, plan: _BatchPlan) -> None:
+        if plan.replies is None:
+            return
+        start = time.perf_counter()
+        try:
+            replies = plan.replies.result()
+        except BaseException:
+            # What the request carries is in no cache any more, so it must not be lost: the next attempt sends it again.
+            plan.replies = self._launch(plan.groups)
+            self._ahead = plan
+            raise
+        self._wait_s += time.perf_counter() - start
+        plan.replies = None
+        for group, part, reply in zip(self._groups, plan.groups, replies, strict=True):
+            group.cache.commit(part.cache, reply)
+
+    def _drain(self, keep: KeyedJaggedTensor) -> None:
+        """A prefetched batch that is not the one to come after all gives its rows back."""
+        if self._ahead is None or self._ahead.features is keep:
+            return
+        plan = self._ahead
+        self._commit(plan)
+        self._ahead = None
+        self._release(plan)
+
+    def _release(self, plan: _BatchPlan) -> None:
+        for group, part in zip(self._groups, plan.groups, strict=True):
+            group.cache.release(part.cache)
+
+    def _step_accumulated(self, group: _Group, parts: list[_GroupPlan], lr: float) -> None:
+        """Several gradients for one step: sum them per row first."""
+        grads, slots = [], []
+        for part in parts:
+            for grad in part.grads:
+                slots.append(part.cache.slots)
+                grads.append(
+                    torch.ops.hetrec.bag_grad(
+                        grad,
+                        part.cache.rows.order,
+                        part.cache.rows.splits,
+                        part.bags.bag_of,
+                        part.bags.offsets,
+                        part.bags.weights,
+                        group.features.mean,
+                        group.cache.dim,
+                        self._scale,
+                    )
+                )
+        if not grads:
+            return
+        distinct, inverse = torch.unique(torch.cat(slots), return_inverse=True)
+        total = torch.zeros(distinct.numel(), group.cache.dim).index_add_(0, inverse, torch.cat(grads))
+        group.cache.update_rows(distinct, total, lr)
+
+    def _evaluate(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        check_features(features, self._is_weighted)
+        pooled = []
+        for group in self._groups:
+            rows, bags = group.features.rows_and_bags(features, self._is_weighted)
+            every = torch.arange(rows.keys.numel())
+            pooled.append(
+                torch.ops.hetrec.bag_lookup(
+                    group.cache.read(rows),
+                    every,
+                    rows.inverse,
+                    bags.offsets,
+                    bags.weights,
+                    group.features.mean,
+                    group.cache.dim,
+                )
+            )
+        return self._output(pooled)
+
+    def _output(self, pooled: list[Tensor]) -> KeyedTensor:
+        if len(pooled) > 1:
+            # Back from groups of equal width to the order of the tables.
+            columns = [
+                iter(part.split(group.cache.dim, dim=1)) for part, group in zip(pooled, self._groups, strict=True)
+            ]
+            by_dim = {group.cache.dim: part for group, part in zip(self._groups, columns, strict=True)}
+            pooled = [torch.cat([next(by_dim[dim]) for dim in self._output_dims], dim=1)]
+        return KeyedTensor(self._output_names, self._output_dims, pooled[0])
+
+    def _expect_open(self) -> None:
+        if not self.is_open:
+            raise RuntimeError("the embedding collection is not open; call open(store, cache, optimizer) first")
+
+
+class _Lookup(torch.autograd.Function):
+    """The pooled lookup. Its gradient goes nowhere in autograd: it stays with the batch until the optimizer's step."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, group: _Group, part: _GroupPlan) -> Tensor:
+        ctx.part = part
+        return group.cache.lookup(part.cache, part.bags.offsets, part.bags.weights, group.features.mean)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        ctx.part.grads.append(grad.float().contiguous())
+        return None, None, None
+
+
+def _schema(table: EmbeddingBagConfig, optimizer: EmbeddingOptimizer, seed: int) -> TableSchema:
+    digest = hashlib.blake2b(f"{seed}/{table.name}".encode(), digest_size=8).digest()
+    return TableSchema(
+        name=table.name,
+        dim=table.embedding_dim,
+        state_dim=optimizer.state_dim(table.embedding_dim),
+        seed=int.from_bytes(digest, "little"),
+        init_low=table.get_weight_init_min(),
+        init_high=table.get_weight_init_max(),
+        init_state=optimizer.initial_accumulator,
+    )
+
+
+def _capacity(
+    by_dim: Mapping[int, Sequence[EmbeddingBagConfig]], cache: CacheConfig, expected_rows: Mapping[str, int]
+) -> dict[int, int]:
+    """Cache rows of each width: the total is shared in proportion to the tables' rows, evenly where these are unknown."""
+    tables = [table for group in by_dim.values() for table in group]
+    size = {table.name: table.num_embeddings or expected_rows.get(table.name, 0) for table in tables}
+    unknown = [name for name, rows in size.items() if not rows]
+    if cache.fraction is not None:
+        if unknown:
+            raise ValueError(
+                f"cache.fraction={cache.fraction} is a share of the tables' rows, and nobody knows how many these have: "
+                f"{', '.join(unknown)}. Give cache.rows instead"
+            )
+        return {dim: max(1, round(cache.fraction * sum(size[t.name] for t in group))) for dim, group in by_dim.items()}
+    rows = cache.rows if cache.rows is not None else DEFAULT_CACHE_ROWS
+    if unknown:
+        return {dim: max(1, rows // len(by_dim)) for dim in by_dim}
+    total = sum(size.values())
+    return {dim: max(1, rows * sum(size[t.name] for t in group) // total) for dim, group in by_dim.items()}

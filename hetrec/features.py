@@ -1,0 +1,108 @@
+"""From a batch's KeyedJaggedTensor to what the cache ops take, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from cache_backend import ops
+from cache_backend.cache import UniqueRows
+
+__all__ = ["Bags", "FeatureGroup", "check_features"]
+
+
+def check_features(features: KeyedJaggedTensor, is_weighted: bool) -> None:
+    """Reject malformed batches before anything is read.
+
+    Raises:
+        ValueError: lengths do not cover the values, or bag weights are missing or require a gradient.
+        TypeError: keys are not integers.
+    """
+    values, lengths = features.values(), features.lengths()
+    if values.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"keys must be int64 or int32, got {values.dtype}")
+    if lengths.numel() and int(lengths.min()) < 0:
+        raise ValueError(
+            f"a bag has length {int(lengths.min())}; lengths (or differences of offsets) must be 0 or more"
+        )
+    if (total := int(lengths.sum())) != values.numel():
+        raise ValueError(f"the lengths sum to {total}, but there are {values.numel()} keys")
+    weights = features.weights_or_none()
+    if is_weighted and weights is None:
+        raise ValueError("the collection is weighted, but the batch has no weights: give the KeyedJaggedTensor weights")
+    if weights is not None and is_weighted:
+        if weights.numel() != values.numel():
+            raise ValueError(f"there are {weights.numel()} weights for {values.numel()} keys; give one a key")
+        if weights.requires_grad:
+            raise ValueError("bag weights are data: they must not require a gradient")
+
+
+@dataclass
+class Bags:
+    """One group's bags. offsets int64 (F * B + 1), feature-major; weights float32 (N,) or None; bag_of int32 (N,), the bag of
+    each position, or None where bag i is position i."""
+
+    offsets: Tensor
+    weights: Tensor | None
+    bag_of: Tensor | None
+
+
+class FeatureGroup:
+    """The features that read tables of one row format.
+
+    Args:
+        features: their names, in the order of the output.
+        tables: store ids of their tables, per feature.
+        table_names, table_rows: the tables' names and sizes (0: no size), per feature.
+        mean: per feature, whether its bags are averaged.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[str],
+        tables: Sequence[int],
+        table_names: Sequence[str],
+        table_rows: Sequence[int],
+        mean: Sequence[bool],
+    ) -> None:
+        self.features = list(features)
+        self.table_names = list(table_names)
+        self.mean = torch.tensor(list(mean), dtype=torch.uint8)
+        self._tables = torch.tensor(list(tables), dtype=torch.int32)
+        self._rows = torch.tensor(list(table_rows), dtype=torch.int64)
+
+    def rows_and_bags(self, features: KeyedJaggedTensor, is_weighted: bool) -> tuple[UniqueRows, Bags]:
+        """The batch's unique rows and its bags.
+
+        Raises:
+            IndexError: a key is outside its table.
+            KeyError: the batch lacks a feature.
+        """
+        if (names := features.keys()) != self.features:
+            absent = [name for name in self.features if name not in names]
+            if absent:
+                raise KeyError(f"the batch has no feature {', '.join(map(repr, absent))}; it has: {', '.join(names)}")
+            features = features.permute([names.index(name) for name in self.features])
+        keys = features.values().long().contiguous()
+        lengths = features.lengths()
+        offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
+        torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
+        samples = lengths.numel() // len(self.features)
+        splits = offsets[::samples].contiguous() if samples else torch.zeros(len(self.features) + 1, dtype=torch.int64)
+        if (position := int(ops.check_keys(keys, splits, self._rows))) >= 0:
+            feature = int((splits[1:] <= position).sum())
+            size = int(self._rows[feature])
+            raise IndexError(
+                f"table {self.table_names[feature]!r} has {size} rows (keys 0 to {size - 1}), but feature "
+                f"{self.features[feature]!r} has key {int(keys[position])}; enlarge the table or give it no size"
+            )
+        bag_of = None
+        if not (keys.numel() == lengths.numel() and bool((lengths == 1).all())):
+            bags = torch.arange(lengths.numel(), dtype=torch.int32)
+            bag_of = torch.repeat_interleave(bags, lengths.long())
+        weights = features.weights().float().contiguous() if is_weighted else None
+        return UniqueRows(*ops.unique_rows(keys, splits, self._tables)), Bags(offsets, weights, bag_of)
