@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-# One thread per test process, set before torch is loaded: the suite runs beside other work, and sums in one fixed order.
+# One thread per test process, set before torch loads: the suite runs beside other work, and sums in one fixed order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest

@@ -1,0 +1,169 @@
+"""The program: LightningCLI over the project's models, data sets, stores and caches.
+
+Everything that LightningCLI does works here. This module adds the shorthand (:mod:`hetrec.arguments`), errors of one line
+(:mod:`hetrec.errors`), the groups ``store``, ``cache`` and ``embedding``, and a folder of its own for every run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import set_parsing_settings
+from pytorch_lightning import Callback, LightningDataModule, Trainer
+from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
+from pytorch_lightning.cli import (
+    ArgsType,
+    LightningArgumentParser,
+    LightningCLI,
+    LRSchedulerCallable,
+    OptimizerCallable,
+)
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+from cache_backend import CacheConfig, EmbeddingOptimizer, EmbeddingStore
+from hetrec.arguments import GROUPS, SUBCOMMANDS, choices, expand
+from hetrec.data import FeatureSpec
+from hetrec.errors import UserError, is_users_mistake, one_line
+from hetrec.parser import HetArgumentParser
+from hetrec.quiet import quiet
+from hetrec.task import CTRTask
+
+__all__ = ["HetCLI", "main"]
+
+# A model takes its spec from the data module as one object. jsonargparse would ask for the fields of a dataclass one by one.
+set_parsing_settings(subclasses_enabled=[FeatureSpec])
+
+
+class HetCLI(LightningCLI):
+    """LightningCLI for a :class:`~hetrec.task.CTRTask` and a data module that has a ``spec``."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_subclass_arguments(EmbeddingStore, "store", required=True)
+        parser.add_class_arguments(CacheConfig, "cache", sub_configs=True)
+        parser.add_class_arguments(EmbeddingOptimizer, "embedding", sub_configs=True)
+        # Not Lightning's own optimizer arguments: they replace configure_optimizers, and with it the parameter group that
+        # steps the embedding rows.
+        parser.add_argument("--optimizer", type=OptimizerCallable, help="optimizer of the dense parameters")
+        parser.add_argument(
+            "--lr_scheduler", type=LRSchedulerCallable | None, default=None, help="schedule of both learning rates"
+        )
+        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(ModelCheckpoint, "best_checkpoint")
+        parser.link_arguments("data.spec", "model.init_args.spec", apply_on="instantiate")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        # Lightning's own warns about words given here and on the command line; here the former are made of the latter.
+        self.config = parser.parse_args(args)
+
+    def _parse_ckpt_path(self) -> None:
+        """Settings come from this command line and its files alone; a checkpoint brings back state.
+
+        Lightning's own merges hyper-parameters saved in the checkpoint over the command line.
+        """
+        path = self.config[self.config.subcommand].get("ckpt_path")
+        if path is not None and not Path(path).is_file():
+            raise UserError(f"no checkpoint file at {path!r}; a run's are at RUN/checkpoints/*.ckpt in its folder")
+
+    def before_instantiate_classes(self) -> None:
+        quiet()
+
+    def after_instantiate_classes(self) -> None:
+        settings = self.config_init[self.subcommand]
+        store = settings.store
+        if self.trainer.world_size > 1 and store.exclusive:
+            # Here, before any other process is started.
+            raise UserError(
+                f"{self.trainer.world_size} ranks (trainer.devices times trainer.num_nodes) cannot share "
+                f"{type(store).__name__}, which lives inside one process: set trainer.devices=1"
+            )
+        seed = settings.seed_everything
+        self.model.connect(store, settings.cache, settings.embedding, seed=int(seed) if seed is not False else 0)
+        self.model.optimize_with(settings.optimizer, settings.lr_scheduler)
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        callbacks = [*(config.pop("callbacks", None) or []), *callbacks]
+        if config["enable_checkpointing"] is False:
+            callbacks = [c for c in callbacks if not isinstance(c, Checkpoint)]
+        if config["enable_progress_bar"] is False:
+            callbacks = [c for c in callbacks if not isinstance(c, ProgressBar)]
+        if not config["fast_dev_run"]:
+            config["default_root_dir"] = root = _new_folder(Path(config["default_root_dir"] or "runs") / self._run_name())
+            if config["logger"] in (None, True):
+                config["logger"] = [cls(root, name="", version="") for cls in (TensorBoardLogger, CSVLogger)]
+        try:
+            return super()._instantiate_trainer({**config, "callbacks": callbacks}, [])
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            raise UserError(f"trainer: {one_line(error)}") from error
+
+    def _run_name(self) -> str:
+        names = [type(part).__name__.removesuffix("DataModule").lower() for part in (self.model, self.datamodule)]
+        return "-".join([*names, self.subcommand, time.strftime("%Y%m%d-%H%M%S")])
+
+    def after_fit(self) -> None:
+        if self.datamodule.has_test:
+            self.trainer.test(self.model, datamodule=self.datamodule)
+
+
+def main(configs: Path, argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns the exit code.
+
+    0: done. 1: the run failed on something the user can mend, said in one line (see :func:`hetrec.errors.is_users_mistake`;
+    ``HETREC_TRACEBACK=1`` shows where). 2: the command line is wrong. 130: interrupted, after what was pending was
+    flushed. Anything else is a bug and raises.
+
+    Args:
+        configs: folder of the configuration groups and ``default.yaml``.
+        argv: words of the command line without the program's name (default: this process's).
+    """
+    try:
+        args = expand(sys.argv[1:] if argv is None else argv, configs)
+        defaults = {"default_config_files": [str(configs / "default.yaml")]}
+        HetCLI(
+            CTRTask,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            parser_class=HetArgumentParser,
+            parser_kwargs={"description": _description(configs), **{name: dict(defaults) for name in SUBCOMMANDS}},
+            auto_configure_optimizers=False,
+            seed_everything_default=42,
+            save_config_kwargs={"overwrite": True},
+            args=args,
+        )
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as end:
+        # Lightning turns Ctrl-C into exit code 1 once it has shut the run down.
+        return 130 if isinstance(end.__context__, KeyboardInterrupt) else int(end.code or 0)
+    except Exception as error:
+        if not is_users_mistake(error):
+            raise
+        if os.environ.get("HETREC_TRACEBACK") == "1":
+            traceback.print_exc()
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    return 0
+
+
+def _new_folder(path: Path) -> str:
+    """Makes the folder, with a number behind its name if it exists: runs of the same second do not share one."""
+    candidate, number = path, 1
+    while True:
+        try:
+            candidate.mkdir(parents=True)
+            return str(candidate)
+        except FileExistsError:
+            number += 1
+            candidate = path.with_name(f"{path.name}-{number}")
+
+
+def _description(configs: Path) -> str:
+    lines = [f"{group}={'|'.join(choices(group, configs))}" for group in (*GROUPS, "experiment") if choices(group, configs)]
+    return "Trains and evaluates models with embedding tables behind a cache. Shorthand: " + " ".join(lines)

@@ -1,0 +1,45 @@
+"""What counts as the user's mistake, and so ends in one line instead of a traceback."""
+
+from __future__ import annotations
+
+import dis
+from pathlib import Path
+from types import TracebackType
+
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+__all__ = ["UserError", "is_users_mistake", "one_line"]
+
+_OURS = tuple(str(Path(__file__).resolve().parents[1] / room) for room in ("hetrec", "cache_backend", "models", "datamodules"))
+_RAISE = dis.opmap["RAISE_VARARGS"]
+
+
+class UserError(ValueError):
+    """A mistake on the command line. Its message is one line: the value, what was expected, and the remedy."""
+
+
+def is_users_mistake(error: BaseException) -> bool:
+    """Whether ``error`` was worded for the person at the command line.
+
+    The project raises ``ValueError`` and the ``OSError`` family (``FileNotFoundError``, ...) for callers' mistakes and
+    asserts its own invariants. So an error of those types that a ``raise`` statement of ours threw carries a message for
+    the user, as Lightning's ``MisconfigurationException`` does. The same types thrown by anything else (numpy, torch, an
+    unpacking that does not fit) are bugs, ours most likely, and keep their traceback.
+    """
+    if isinstance(error, (UserError, MisconfigurationException)):
+        return True
+    return isinstance(error, (ValueError, OSError)) and _raised_by_us(error.__traceback__)
+
+
+def _raised_by_us(traceback: TracebackType | None) -> bool:
+    if traceback is None:
+        return False
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    code = traceback.tb_frame.f_code
+    return code.co_filename.startswith(_OURS) and code.co_code[traceback.tb_lasti] == _RAISE
+
+
+def one_line(error: BaseException) -> str:
+    """The message of ``error`` without line breaks."""
+    return " ".join(str(error).split())

@@ -1,0 +1,58 @@
+"""Keeps messages that tell the user nothing out of a run's output. Each has its reason beside it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+__all__ = ["quiet"]
+
+# Starts of warnings, as regular expressions.
+_WARNINGS = (
+    # Lightning: the task overrides it so that a batch already in place is not copied; the data module's own does not count.
+    r"You have overridden `transfer_batch_to_device` in `LightningModule`",
+    # Lightning: the run's folder is new, and holds what the logger beside it wrote.
+    r"Experiment logs directory .* exists and is not empty",
+    # Lightning: batches come from a reader thread or from the data module's own workers; more workers are no remedy.
+    r"The '\w+_dataloader' does not have many workers",
+    r"Your `IterableDataset` has `__len__` defined",
+    # Lightning: without a validation split there is no best epoch to keep. The last one is kept all the same.
+    r"`ModelCheckpoint\(monitor='val_auc'\)` could not find the monitored key",
+    # Lightning calls what the torch it supports has deprecated.
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+)
+
+# Starts of lines that Lightning logs.
+_LINES = (
+    "💡 Tip:",  # recommends a hosted service
+    "TPU available:",  # not supported here
+    "`Trainer.fit` stopped: `max_epochs=",  # the ordinary end
+)
+
+
+def quiet() -> None:
+    """Installs the filters. Calling it again changes nothing."""
+    for start in _WARNINGS:
+        warnings.filterwarnings("ignore", message=start)
+
+    # fbgemm_gpu calls logging.basicConfig(level=DEBUG) where it is imported; every line of every library would be shown.
+    root = logging.getLogger()
+    ours = [handler for handler in root.handlers if type(handler) is logging.StreamHandler]
+    if ours:
+        for handler in ours:
+            root.removeHandler(handler)
+        root.setLevel(logging.WARNING)
+        for name in ("pytorch_lightning", "lightning_fabric"):
+            logger = logging.getLogger(name)
+            logger.propagate = False
+            logger.handlers = [logging.StreamHandler()]
+
+    lightning = logging.getLogger("pytorch_lightning.utilities.rank_zero")
+    if _tells_something not in lightning.filters:
+        lightning.addFilter(_tells_something)
+    # torchrec calls a function that warns about its own name.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+def _tells_something(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_LINES)
