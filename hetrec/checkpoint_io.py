@@ -20,14 +20,15 @@ from typing import Any
 from lightning_fabric.utilities.cloud_io import _is_local_file_protocol
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, CheckpointIO
 
+from cache_backend.snapshot import MANIFEST
+
 __all__ = ["RESTORE_FROM", "SNAPSHOT", "EmbeddingCheckpointIO", "snapshot_folder"]
 
 SNAPSHOT = "embedding_snapshot"  # in the .ckpt: {"path": relative to the .ckpt, "manifest_sha256": hex}
 RESTORE_FROM = "embedding_snapshot_path"  # only in a loaded checkpoint: where the checked snapshot lies
-MANIFEST = "manifest.json"
 
 
-def snapshot_folder(checkpoint: str | os.PathLike[str]) -> Path:
+def snapshot_folder(checkpoint: str | Path) -> Path:
     """The folder beside ``NAME.ckpt`` that holds its snapshot: ``NAME.embeddings``."""
     path = Path(checkpoint)
     return path.with_name(f"{path.name.removesuffix('.ckpt')}.embeddings")
@@ -44,7 +45,7 @@ class EmbeddingCheckpointIO(CheckpointIO):
         ValueError: ``dense`` writes in the background, so nobody would know when the old snapshot may go.
     """
 
-    def __init__(self, dense: CheckpointIO, snapshot: Callable[[str], None]) -> None:
+    def __init__(self, dense: CheckpointIO, snapshot: Callable[[Path], None]) -> None:
         super().__init__()
         if isinstance(dense, AsyncCheckpointIO):
             raise ValueError(
@@ -53,9 +54,7 @@ class EmbeddingCheckpointIO(CheckpointIO):
         self.dense = dense
         self._snapshot = snapshot
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         if not _is_local_file_protocol(path):
             raise ValueError(
                 f"cannot save a checkpoint at {path}: embedding snapshots are written to local folders only"
@@ -63,7 +62,7 @@ class EmbeddingCheckpointIO(CheckpointIO):
         folder = snapshot_folder(path)
         folder.mkdir(parents=True, exist_ok=True)
         snapshot = _unused(folder / f"step-{checkpoint['global_step']}")
-        self._snapshot(str(snapshot))
+        self._snapshot(snapshot)
         entry = {"path": f"{folder.name}/{snapshot.name}", "manifest_sha256": _manifest_checksum(snapshot)}
 
         temporary = f"{os.fspath(path)}.tmp"
@@ -74,7 +73,7 @@ class EmbeddingCheckpointIO(CheckpointIO):
             if other != snapshot:
                 shutil.rmtree(other)
 
-    def load_checkpoint(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The ``.ckpt``'s contents, plus under ``RESTORE_FROM`` where its snapshot lies.
 
         Raises:
@@ -99,7 +98,7 @@ class EmbeddingCheckpointIO(CheckpointIO):
             )
         return {**checkpoint, RESTORE_FROM: str(snapshot)}
 
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+    def remove_checkpoint(self, path: str | Path) -> None:
         is_link = os.path.islink(path)  # "last.ckpt" may be a link to another checkpoint, whose snapshot stays
         self.dense.remove_checkpoint(path)
         if not is_link:

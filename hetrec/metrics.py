@@ -32,7 +32,7 @@ class AUROC(BinaryAUROC):
         self.preds.append(preds.detach())
         self.target.append(target.detach().long())
 
-    def compute(self) -> Tensor:
+    def compute(self) -> Tensor:  # type: ignore[override]  # BinaryAUROC's own signature
         target = dim_zero_cat(self.target) if len(self.target) else torch.empty(0)
         if int(target.sum()) in (0, target.numel()):
             return torch.tensor(math.nan, device=self.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,8 +120,14 @@ class CTRTask(LightningModule):
         io = self.trainer.strategy.checkpoint_io
         dense_io = io.dense if isinstance(io, EmbeddingCheckpointIO) else io
         self.trainer.strategy.checkpoint_io = EmbeddingCheckpointIO(dense_io, self._store.snapshot)
+        self.embeddings.close()  # left open where an earlier run was interrupted
         self.embeddings.open(
-            self._store, self._cache, self._row_optimizer, seed=self._seed, world_size=self.trainer.world_size
+            self._store,
+            self._cache,
+            self._row_optimizer,
+            seed=self._seed,
+            world_size=self.trainer.world_size,
+            expected_rows={table.name: table.rows for table in self.spec.tables if table.rows is not None},
         )
 
     def teardown(self, stage: str) -> None:
@@ -186,7 +193,8 @@ class CTRTask(LightningModule):
         if self._step_due:
             if not self._stepped:  # the gradient scaler found an infinite gradient and skipped the step
                 self.embeddings.discard()
-            if self.trainer.global_step % self.trainer.log_every_n_steps == 0:
+            log_every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by Lightning's logger half
+            if self.trainer.global_step % log_every == 0:
                 self.log_dict(self._meter.window(), batch_size=batch.batch_size)
         self._step_due = self._stepped = False
 
@@ -260,7 +268,7 @@ class CTRTask(LightningModule):
                 "trainer restores: call trainer.fit, validate, test or predict with ckpt_path=..."
             )
         if self.trainer.is_global_zero:
-            self._store.restore(snapshot)
+            self._store.restore(Path(snapshot))
         self.trainer.strategy.barrier("the embeddings are restored")
         self.embeddings.reset()
         self._resumed = checkpoint[CONFIGURED]

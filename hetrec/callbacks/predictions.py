@@ -1,0 +1,66 @@
+"""Predictions as Parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.callbacks import BasePredictionWriter
+from pytorch_lightning.utilities import rank_zero_info
+from torch import Tensor
+
+from hetrec.callbacks.summary import run_folder
+
+__all__ = ["PredictionWriter"]
+
+SCHEMA = pa.schema({"probability": pa.float32()})
+
+
+class PredictionWriter(BasePredictionWriter):
+    """Writes what ``predict`` yields to ``predictions.parquet`` in the run's folder, batch by batch.
+
+    One column, ``probability``, float32, in the order in which the rows were read; with several ranks each writes its
+    own ``predictions-RANK.parquet``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(write_interval="batch")
+        self._writer: pq.ParquetWriter | None = None
+        self._path = Path()
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        name = "predictions" if trainer.world_size == 1 else f"predictions-{trainer.global_rank}"
+        folder = run_folder(trainer)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"{name}.parquet"
+        self._writer = pq.ParquetWriter(self._path, SCHEMA)
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        assert self._writer is not None
+        assert isinstance(prediction, Tensor)
+        self._writer.write_table(pa.table([pa.array(prediction.float().cpu().numpy())], schema=SCHEMA))
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+        rank_zero_info(f"predictions are in {self._path}")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -1,0 +1,67 @@
+"""What a run came to: a small table, the same figures as ``summary.json``, and where the run's files are."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.utilities import rank_zero_only
+from rich.console import Console
+from rich.table import Table
+
+from hetrec.task import CTRTask
+
+__all__ = ["RunSummary", "run_folder"]
+
+METRICS = ("val_auc", "val_logloss", "test_auc", "test_logloss")
+COUNTS = ("epochs", "steps", "rows_fetched", "rows_pushed", "rows_evicted")
+
+
+def run_folder(trainer: Trainer) -> Path:
+    """Where the run's files are: the first logger's folder, or ``default_root_dir`` if none. Call it on all ranks."""
+    return Path(trainer.log_dir or trainer.default_root_dir)
+
+
+class RunSummary(Callback):
+    """Prints and writes the figures at the end of fit and of test.
+
+    A test that follows a fit adds its figures to those of the fit. ``summary.json`` has the keys ``val_auc``,
+    ``val_logloss``, ``test_auc``, ``test_logloss``, ``samples_per_s``, ``hit_rate``, ``bytes_per_step``,
+    ``rows_fetched``, ``rows_pushed``, ``rows_evicted``, ``epochs`` and ``steps``, as far as the run measured them; a
+    figure that is undefined (an AUC of one class) is null.
+    """
+
+    def __init__(self) -> None:
+        self._figures: dict[str, float] = {}
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, CTRTask)
+        progress = {"epochs": float(trainer.current_epoch), "steps": float(trainer.global_step)}
+        self._figures = self._metrics(trainer) | pl_module.training_figures | progress
+        self._report(run_folder(trainer))
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._figures |= self._metrics(trainer)
+        self._report(run_folder(trainer))
+
+    @staticmethod
+    def _metrics(trainer: Trainer) -> dict[str, float]:
+        return {name: float(trainer.callback_metrics[name]) for name in METRICS if name in trainer.callback_metrics}
+
+    @rank_zero_only
+    def _report(self, folder: Path) -> None:
+        figures = {name: int(value) if name in COUNTS else value for name, value in self._figures.items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        plain = {name: None if math.isnan(value) else value for name, value in figures.items()}
+        (folder / "summary.json").write_text(json.dumps(plain, indent=2) + "\n")
+
+        table = Table(show_header=False, title="summary", title_justify="left")
+        table.add_column()
+        table.add_column(justify="right")
+        for name, value in figures.items():
+            table.add_row(name, f"{value:.4f}" if abs(value) < 10 and name not in COUNTS else f"{value:,.0f}")
+        console = Console()
+        console.print(table)
+        console.print(f"files of this run: {folder}", soft_wrap=True, highlight=False)
