@@ -143,6 +143,9 @@ class LookaheadLoader:
         if self._iterations != number:
             raise RuntimeError("this iterator is out of date: the loader was iterated anew, or closed, since it was made")
 
+    # Lightning asks every loader that has a sampler for this one too.
+    batch_sampler = None
+
     @property
     def sampler(self) -> LookaheadLoader:
         """Itself: Lightning calls ``loader.sampler.set_epoch(epoch)`` at the start of every epoch."""
