@@ -1,4 +1,4 @@
-"""Trains, validates, tests and predicts: ``python train.py model=deepfm data=criteo``. See README.md and hetrec/cli.py."""
+"""Trains, validates, tests, predicts: ``python train.py model=deepfm data=criteo``. See README.md and hetrec/cli.py."""
 
 from __future__ import annotations
 

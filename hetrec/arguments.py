@@ -5,8 +5,8 @@
 * any other ``a.b=c`` is ``--a.b=c``;
 * a missing subcommand is ``fit``.
 
-Whatever their order on the line, later kinds win over earlier ones: experiment and ``--config`` files, group files, single
-options. Within a kind the last one wins.
+Whatever their order on the line, later kinds win over earlier ones: experiment and ``--config`` files, group files,
+single options. Within a kind the last one wins.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hetrec.errors import UserError
 
-__all__ = ["GROUPS", "SUBCOMMANDS", "choices", "expand", "missing", "unknown"]
+__all__ = ["EXPERIMENT", "GROUPS", "SUBCOMMANDS", "choices", "expand", "missing", "unknown"]
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 GROUPS = ("model", "data", "cache", "store")
@@ -54,18 +54,15 @@ def expand(argv: Sequence[str], configs: Path) -> list[str]:
             raise UserError(f"unexpected {word!r}: write group=name (model=deepfm), option=value or --option value")
         name, separator, value = word.lstrip("-").partition("=")
         if word.startswith("-") and not separator and word not in _FLAGS and words and not words[0].startswith("--"):
-            value = words.pop(0)
-            separator = "="
-        if word.startswith("-") and not word.startswith("--") and name != "c":
-            options.append(word)  # -h
-        elif name in ("config", "c"):
+            separator, value = "=", words.pop(0)
+        if name == "config" or word.startswith("-c"):
             files.append(f"--config={_existing(value, '--config')}")
+        elif word in _FLAGS:
+            options.append(word)
         elif name == EXPERIMENT:
             files.append(f"--config={_group_file(EXPERIMENT, value, configs)}")
-        elif name in GROUPS and not word.startswith("-"):
-            groups.append(f"--{name}={_group_file(name, value, configs)}")
         elif name in GROUPS:
-            groups.append(f"--{name}={value}")
+            groups.append(f"--{name}={value if word.startswith('-') else _group_file(name, value, configs)}")
         else:
             options.append(f"--{name}{separator}{value}")
 

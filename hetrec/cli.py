@@ -1,7 +1,7 @@
 """The program: LightningCLI over the project's models, data sets, stores and caches.
 
-Everything that LightningCLI does works here. This module adds the shorthand (:mod:`hetrec.arguments`), errors of one line
-(:mod:`hetrec.errors`), the groups ``store``, ``cache`` and ``embedding``, and a folder of its own for every run.
+Everything that LightningCLI does works here. This module adds the shorthand (:mod:`hetrec.arguments`), errors of one
+line (:mod:`hetrec.errors`), the groups ``store``, ``cache`` and ``embedding``, and a folder of its own for every run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from cache_backend import CacheConfig, EmbeddingOptimizer, EmbeddingStore
-from hetrec.arguments import GROUPS, SUBCOMMANDS, choices, expand
+from hetrec.arguments import EXPERIMENT, GROUPS, SUBCOMMANDS, choices, expand
 from hetrec.data import FeatureSpec
 from hetrec.errors import UserError, is_users_mistake, one_line
 from hetrec.parser import HetArgumentParser
@@ -37,19 +37,19 @@ from hetrec.task import CTRTask
 
 __all__ = ["HetCLI", "main"]
 
-# A model takes its spec from the data module as one object. jsonargparse would ask for the fields of a dataclass one by one.
+# A model takes its spec from the data module as one object; jsonargparse would ask for a dataclass field by field.
 set_parsing_settings(subclasses_enabled=[FeatureSpec])
 
 
 class HetCLI(LightningCLI):
-    """LightningCLI for a :class:`~hetrec.task.CTRTask` and a data module that has a ``spec``."""
+    """LightningCLI for a :class:`~hetrec.task.CTRTask` and a data module with ``spec`` and ``has_test``."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_subclass_arguments(EmbeddingStore, "store", required=True)
         parser.add_class_arguments(CacheConfig, "cache", sub_configs=True)
         parser.add_class_arguments(EmbeddingOptimizer, "embedding", sub_configs=True)
-        # Not Lightning's own optimizer arguments: they replace configure_optimizers, and with it the parameter group that
-        # steps the embedding rows.
+        # Not Lightning's own optimizer arguments: they replace configure_optimizers, and with it the parameter group
+        # that steps the embedding rows.
         parser.add_argument("--optimizer", type=OptimizerCallable, help="optimizer of the dense parameters")
         parser.add_argument(
             "--lr_scheduler", type=LRSchedulerCallable | None, default=None, help="schedule of both learning rates"
@@ -59,7 +59,8 @@ class HetCLI(LightningCLI):
         parser.link_arguments("data.spec", "model.init_args.spec", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        # Lightning's own warns about words given here and on the command line; here the former are made of the latter.
+        # Lightning's own warns where it is given words and the process has words too; here they are the same ones.
+        assert isinstance(args, list)
         self.config = parser.parse_args(args)
 
     def _parse_ckpt_path(self) -> None:
@@ -69,10 +70,9 @@ class HetCLI(LightningCLI):
         """
         path = self.config[self.config.subcommand].get("ckpt_path")
         if path is not None and not Path(path).is_file():
-            raise UserError(f"no checkpoint file at {path!r}; a run's are at RUN/checkpoints/*.ckpt in its folder")
-
-    def before_instantiate_classes(self) -> None:
-        quiet()
+            raise UserError(
+                f"no checkpoint file at {path!r}; a run's checkpoints are in its folder: RUN/checkpoints/*.ckpt"
+            )
 
     def after_instantiate_classes(self) -> None:
         settings = self.config_init[self.subcommand]
@@ -80,23 +80,23 @@ class HetCLI(LightningCLI):
         if self.trainer.world_size > 1 and store.exclusive:
             # Here, before any other process is started.
             raise UserError(
-                f"{self.trainer.world_size} ranks (trainer.devices times trainer.num_nodes) cannot share "
+                f"{self.trainer.world_size} ranks (trainer.devices x trainer.num_nodes) cannot share a "
                 f"{type(store).__name__}, which lives inside one process: set trainer.devices=1"
             )
-        seed = settings.seed_everything
-        self.model.connect(store, settings.cache, settings.embedding, seed=int(seed) if seed is not False else 0)
+        self.model.connect(store, settings.cache, settings.embedding, seed=int(settings.seed_everything))
         self.model.optimize_with(settings.optimizer, settings.lr_scheduler)
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        callbacks = [*(config.pop("callbacks", None) or []), *callbacks]
+        callbacks = [*(config["callbacks"] or []), *callbacks]
         if config["enable_checkpointing"] is False:
             callbacks = [c for c in callbacks if not isinstance(c, Checkpoint)]
         if config["enable_progress_bar"] is False:
             callbacks = [c for c in callbacks if not isinstance(c, ProgressBar)]
         if not config["fast_dev_run"]:
-            config["default_root_dir"] = root = _new_folder(Path(config["default_root_dir"] or "runs") / self._run_name())
+            folder = _new_folder(Path(config["default_root_dir"] or "runs") / self._run_name())
+            config["default_root_dir"] = folder
             if config["logger"] in (None, True):
-                config["logger"] = [cls(root, name="", version="") for cls in (TensorBoardLogger, CSVLogger)]
+                config["logger"] = [logger(folder, name="", version="") for logger in (TensorBoardLogger, CSVLogger)]
         try:
             return super()._instantiate_trainer({**config, "callbacks": callbacks}, [])
         except (ValueError, TypeError, MisconfigurationException) as error:
@@ -104,24 +104,36 @@ class HetCLI(LightningCLI):
 
     def _run_name(self) -> str:
         names = [type(part).__name__.removesuffix("DataModule").lower() for part in (self.model, self.datamodule)]
-        return "-".join([*names, self.subcommand, time.strftime("%Y%m%d-%H%M%S")])
+        return "-".join([*names, str(self.subcommand), time.strftime("%Y%m%d-%H%M%S")])
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except SystemExit as end:
+            # Ctrl-C. Lightning has shut its own parts down but calls no teardown of the task.
+            if isinstance(end.__context__, KeyboardInterrupt) and self.model.embeddings.is_open:
+                self.model.embeddings.flush()
+                self.model.teardown(subcommand)
+            raise
 
     def after_fit(self) -> None:
+        """Where there is a test split, ``fit`` ends by testing the model as training left it."""
         if self.datamodule.has_test:
-            self.trainer.test(self.model, datamodule=self.datamodule)
+            self.trainer.test(self.model, datamodule=self.datamodule, verbose=False)
 
 
 def main(configs: Path, argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns the exit code.
 
-    0: done. 1: the run failed on something the user can mend, said in one line (see :func:`hetrec.errors.is_users_mistake`;
-    ``HETREC_TRACEBACK=1`` shows where). 2: the command line is wrong. 130: interrupted, after what was pending was
-    flushed. Anything else is a bug and raises.
+    0: done. 1: the run failed on something the user can mend, which one line says (``hetrec.errors`` draws the line;
+    ``HETREC_TRACEBACK=1`` shows where it came from). 2: the command line is wrong. 130: interrupted, after pending
+    updates were flushed. Anything else is a bug and raises.
 
     Args:
-        configs: folder of the configuration groups and ``default.yaml``.
-        argv: words of the command line without the program's name (default: this process's).
+        configs: folder of ``default.yaml`` and the configuration groups.
+        argv: words of the command line without the program's name (default: those of this process).
     """
+    quiet()
     try:
         args = expand(sys.argv[1:] if argv is None else argv, configs)
         defaults = {"default_config_files": [str(configs / "default.yaml")]}
@@ -165,5 +177,8 @@ def _new_folder(path: Path) -> str:
 
 
 def _description(configs: Path) -> str:
-    lines = [f"{group}={'|'.join(choices(group, configs))}" for group in (*GROUPS, "experiment") if choices(group, configs)]
-    return "Trains and evaluates models with embedding tables behind a cache. Shorthand: " + " ".join(lines)
+    groups = "; ".join(f"{g}={'|'.join(choices(g, configs))}" for g in (*GROUPS, EXPERIMENT) if choices(g, configs))
+    return (
+        "Trains and evaluates models whose embedding tables live behind a cache. Instead of the options below, short "
+        f"forms work too: python train.py model=deepfm data=criteo trainer.max_epochs=2. Groups: {groups}."
+    )

@@ -10,7 +10,8 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 __all__ = ["UserError", "is_users_mistake", "one_line"]
 
-_OURS = tuple(str(Path(__file__).resolve().parents[1] / room) for room in ("hetrec", "cache_backend", "models", "datamodules"))
+_ROOT = Path(__file__).resolve().parents[1]
+_OURS = tuple(str(_ROOT / room) for room in ("hetrec", "cache_backend", "models", "datamodules"))
 _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
@@ -22,9 +23,9 @@ def is_users_mistake(error: BaseException) -> bool:
     """Whether ``error`` was worded for the person at the command line.
 
     The project raises ``ValueError`` and the ``OSError`` family (``FileNotFoundError``, ...) for callers' mistakes and
-    asserts its own invariants. So an error of those types that a ``raise`` statement of ours threw carries a message for
-    the user, as Lightning's ``MisconfigurationException`` does. The same types thrown by anything else (numpy, torch, an
-    unpacking that does not fit) are bugs, ours most likely, and keep their traceback.
+    asserts its own invariants. So an error of those types that a ``raise`` statement of ours threw carries a message
+    for the user, as Lightning's ``MisconfigurationException`` does. The same types thrown by anything else (numpy,
+    torch, an unpacking that does not fit) are bugs, ours most likely, and keep their traceback.
     """
     if isinstance(error, (UserError, MisconfigurationException)):
         return True

@@ -1,4 +1,4 @@
-"""LightningCLI's argument parser, with errors of one line: the option, what it takes, and the closest thing there is."""
+"""LightningCLI's argument parser, with errors of one line: the option, what it takes, the closest there is."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LINKED = "spec"  # what a model takes from the data; nobody sets it by hand
 class HetArgumentParser(LightningArgumentParser):
     """Raises :class:`UserError` where its parent prints a usage text and exits.
 
-    jsonargparse reads the options of a class that the user names (``model.*``, ``data.*``) with an inner parser made for
-    that class. Only the inner parser knows which options there are, only the outer one knows what stands before the dot.
-    So the inner one adds its options to the message, and the outer one words it.
+    jsonargparse reads the options of a class that the user names (``model.*``, ``data.*``) with an inner parser made
+    for that class. Only the inner parser knows which options there are, only the outer one knows what stands before the
+    dot. So the inner one adds its options to the message, and the outer one words it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -87,7 +87,8 @@ def _unknown_option(name: str, known: list[str]) -> str:
 
 def _expectation(problem: str) -> str:
     """What jsonargparse found wrong with a value, without its way of getting there."""
-    if match := re.search(r"Problem with given class_path '([^']+)':\s*(.*?)(?:\n\s*- |\n\s*Given value|$)", problem, re.DOTALL):
+    reason = re.compile(r"Problem with given class_path '([^']+)':\s*(.*?)(?:\n\s*- |\n\s*Given value|$)", re.DOTALL)
+    if match := reason.search(problem):
         return f"cannot use class {match[1]!r}: {_joined(match[2])}"
     if match := re.search(r"Expected a dot import path string: (\S+)", problem):
         return f"{match[1]!r} is not a known class; give its import path, as in torch.optim.Adam"
@@ -101,7 +102,8 @@ def _expectation(problem: str) -> str:
 def _types(text: str) -> str:
     """``<class 'int'>, <class 'NoneType'>`` as ``int or null``; ``typing.Literal['a', 'b']`` as ``one of a, b``."""
     text = re.sub(r"typing\.Literal\[(.*?)\]", lambda m: "one of " + m[1].replace("'", ""), text)
-    text = re.sub(r"<(?:class|enum) '(?:[\w.]*\.)?(\w+)'>", r"\1", text).replace("typing.", "").replace("NoneType", "null")
+    text = re.sub(r"<(?:class|enum) '(?:[\w.]*\.)?(\w+)'>", r"\1", text)
+    text = text.replace("typing.", "").replace("NoneType", "null")
     return text if text.startswith("one of") else re.sub(r", (?![^\[]*\])", " or ", text)
 
 

@@ -9,8 +9,8 @@ __all__ = ["quiet"]
 
 # Starts of warnings, as regular expressions.
 _WARNINGS = (
-    # Lightning: the task overrides it so that a batch already in place is not copied; the data module's own does not count.
-    r"You have overridden `transfer_batch_to_device` in `LightningModule`",
+    # Lightning: both task and data module do, each so that looked-ahead batches stay the same objects.
+    r"You have overridden `transfer_batch_to_device` in",
     # Lightning: the run's folder is new, and holds what the logger beside it wrote.
     r"Experiment logs directory .* exists and is not empty",
     # Lightning: batches come from a reader thread or from the data module's own workers; more workers are no remedy.
@@ -35,7 +35,7 @@ def quiet() -> None:
     for start in _WARNINGS:
         warnings.filterwarnings("ignore", message=start)
 
-    # fbgemm_gpu calls logging.basicConfig(level=DEBUG) where it is imported; every line of every library would be shown.
+    # fbgemm_gpu calls logging.basicConfig(level=DEBUG) where it is imported, which shows every line of every library.
     root = logging.getLogger()
     ours = [handler for handler in root.handlers if type(handler) is logging.StreamHandler]
     if ours:
