@@ -165,7 +165,11 @@ class HetDataModule(LightningDataModule):
             return files, Rows(0, total)
         if self.split == "order":
             test, val = round(total * self.test_fraction), round(total * self.val_fraction)
-            bounds = {"train": (0, total - val - test), "val": (total - val - test, total - test), "test": (total - test, total)}
+            bounds = {
+                "train": (0, total - val - test),
+                "val": (total - val - test, total - test),
+                "test": (total - test, total),
+            }
             return files, Rows(*bounds[split])
         # Validation from the bottom, test from the top: changing one fraction leaves the other split as it was.
         ranges = {
@@ -237,5 +241,8 @@ class HetDataModule(LightningDataModule):
         upcoming = tuple(move(features) for features in batch.upcoming)
         self._moved = kept
         return Batch(
-            batch.dense_features.to(device, non_blocking=True), sparse, batch.labels.to(device, non_blocking=True), upcoming
+            batch.dense_features.to(device, non_blocking=True),
+            sparse,
+            batch.labels.to(device, non_blocking=True),
+            upcoming,
         )

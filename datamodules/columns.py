@@ -17,9 +17,22 @@ import pyarrow.compute as pc
 from datamodules.errors import DataError
 from datamodules.keys import MISSING_KEY, hash_bytes, mix64
 
-__all__ = ["Bags", "DenseColumn", "Kind", "SparseColumn", "bags", "dense_values", "keys", "kind_of", "label_values"]
+__all__ = [
+    "Bags",
+    "DenseColumn",
+    "Kind",
+    "SparseColumn",
+    "bags",
+    "dense_values",
+    "keys",
+    "kind_of",
+    "label_values",
+    "parse_hexadecimal",
+]
 
-Kind = Literal["null", "integer", "float", "string", "list<integer>", "list<string>", "list<float>", "list<null>", "other"]
+Kind = Literal[
+    "null", "integer", "float", "string", "list<integer>", "list<string>", "list<float>", "list<null>", "other"
+]
 
 
 def kind_of(dtype: pa.DataType) -> Kind:
@@ -127,7 +140,9 @@ def _integer_keys(column: pa.Array, feature: SparseColumn, where: str) -> npt.ND
 def _string_keys(column: pa.Array, feature: SparseColumn, where: str) -> npt.NDArray[np.int64]:
     encoded = column.dictionary_encode()
     distinct = encoded.dictionary.cast(pa.large_binary())
-    offsets = np.frombuffer(distinct.buffers()[1], dtype=np.int64)[distinct.offset : distinct.offset + len(distinct) + 1]
+    offsets = np.frombuffer(distinct.buffers()[1], dtype=np.int64)[
+        distinct.offset : distinct.offset + len(distinct) + 1
+    ]
     data = np.frombuffer(distinct.buffers()[2] or b"", dtype=np.uint8)
     if feature.hexadecimal:
         table, bad = parse_hexadecimal(data, offsets)
@@ -161,12 +176,13 @@ def parse_hexadecimal(
     lengths = np.diff(offsets)
     values = np.zeros(len(lengths), dtype=np.int64)
     bad = lengths > 8
-    if len(lengths) and bool((lengths == 8).all()):  # the common case, without index arithmetic
+    whole = lengths == 8
+    if bool((whole | (lengths == 0)).all()):  # the common case, without index arithmetic
         digits = _NIBBLE[data[offsets[0] : offsets[-1]].reshape(-1, 8)]
-        bad = (digits == 255).any(axis=1)
+        bad[whole] = (digits == 255).any(axis=1)
         # Two digits a byte, the bytes read as one big-endian number.
         pairs = (digits[:, 0::2] << 4) | (digits[:, 1::2] & 15)
-        values = np.ascontiguousarray(pairs).view(">u4").ravel().astype(np.int64)
+        values[whole] = np.ascontiguousarray(pairs).view(">u4").ravel()
         return values, np.flatnonzero(bad)
     starts = offsets[:-1]
     for position in range(8):
@@ -274,7 +290,9 @@ def label_values(column: pa.Array, name: str, where: str) -> npt.NDArray[np.floa
         DataError: the column is not numeric, or a label is missing or not in [0, 1].
     """
     if kind_of(column.type) not in ("integer", "float"):
-        raise DataError(f"{where}: label column {name!r} has type {column.type}; expected 0 and 1, as numbers or booleans")
+        raise DataError(
+            f"{where}: label column {name!r} has type {column.type}; expected 0 and 1, as numbers or booleans"
+        )
     values = column.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)  # nulls become NaN
     bad = ~((values >= 0) & (values <= 1))
     if bool(bad.any()):

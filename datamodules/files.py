@@ -161,7 +161,11 @@ class ParquetFiles:
 
     def holders(self, name: str) -> Iterable[str]:
         """The files that have the column, themselves or by their folder's name."""
-        return (p for p, own, part in zip(self.paths, self.names, self.partitions, strict=True) if name in own or name in part)
+        return (
+            p
+            for p, own, part in zip(self.paths, self.names, self.partitions, strict=True)
+            if name in own or name in part
+        )
 
 
 def _partition_values(folders: Iterable[str]) -> dict[str, str | None]:

@@ -128,7 +128,9 @@ class EpochPlan:
     seed: int
     rank: int
     world_size: int
-    _order: tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = field(default=None, init=False, repr=False)
+    _order: tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = field(
+        default=None, init=False, repr=False
+    )
 
     @cached_property
     def total_rows(self) -> int:

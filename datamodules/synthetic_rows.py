@@ -138,9 +138,13 @@ class Hidden:
     def _parts(self, integers: Float, keys: Keys) -> Float:
         """The three terms before scaling, (n, 3)."""
         columns = len(CATEGORICAL)
-        single = _uniform(mix64(keys.view(np.uint64) ^ self._salts[:columns])[..., None] >> np.uint64(48)).sum(axis=(1, 2))
+        single = _uniform(mix64(keys.view(np.uint64) ^ self._salts[:columns])[..., None] >> np.uint64(48)).sum(
+            axis=(1, 2)
+        )
         shifts = np.arange(0, 16 * _FACTORS, 16, dtype=np.uint64)
-        factors = _uniform((mix64(keys.view(np.uint64) ^ self._salts[columns:])[..., None] >> shifts) & np.uint64(0xFFFF))
+        factors = _uniform(
+            (mix64(keys.view(np.uint64) ^ self._salts[columns:])[..., None] >> shifts) & np.uint64(0xFFFF)
+        )
         crossed = ((factors.sum(axis=1) ** 2) - (factors**2).sum(axis=1)).sum(axis=1) / 2
         dense = np.log1p(np.maximum(np.nan_to_num(integers), 0)) @ self._dense
         return np.stack([single, crossed, dense], axis=1)
@@ -222,7 +226,8 @@ def _write_parts(rows: SyntheticRows, work: Path) -> _BestScores:
                     columns = [pa.array(labels)]
                     columns += [pa.array(c, type=integers_type, from_pandas=True) for c in integers.T]
                     columns += [
-                        pa.array(c, type=keys_type, mask=c == n) for c, n in zip(keys.T, rows.cardinalities, strict=True)
+                        pa.array(c, type=keys_type, mask=c == n)
+                        for c, n in zip(keys.T, rows.cardinalities, strict=True)
                     ]
                     writer.write_batch(pa.record_batch(columns, schema=schema))
                     bar.update(task, advance=count)

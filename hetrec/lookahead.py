@@ -141,7 +141,9 @@ class LookaheadLoader:
 
     def _check_newest(self, number: int) -> None:
         if self._iterations != number:
-            raise RuntimeError("this iterator is out of date: the loader was iterated anew, or closed, since it was made")
+            raise RuntimeError(
+                "this iterator is out of date: the loader was iterated anew, or closed, since it was made"
+            )
 
     # Lightning asks every loader that has a sampler for this one too.
     batch_sampler = None

@@ -1,0 +1,275 @@
+"""Criteo text files to Parquet: in parallel, resumable, and never half done.
+
+Every source is cut into parts of about 64 MB. A part is written under a temporary name, renamed when it is whole, and
+kept: a conversion that was killed goes on with the parts that are missing. All this happens in a hidden folder that gets
+its real name last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from datamodules.atomic import exclusive, publish, read_manifest, write_json
+from datamodules.criteo_layout import CATEGORICAL
+from datamodules.criteo_tsv import RowError, has_label, open_text, parse_block, read_blocks, schema
+from datamodules.errors import DataError
+from datamodules.keys import mix64
+from datamodules.progress import progress_bar
+
+__all__ = ["convert"]
+
+PART_BYTES = 64 << 20
+_MOST_PARTS = 4096
+ROW_GROUP = 32768
+_FORMAT = 1
+_SMALLEST_HASHES = 1024  # kept per column: distinct counts are exact up to here, then within about 3 %
+_FILLER = np.uint64(2**64 - 1)
+_PLAN = "_plan.json"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rows that begin in the bytes ``start .. stop`` of a source, and the file they go to."""
+
+    source: str
+    start: int
+    stop: int | None
+    labelled: bool
+    target: str
+
+    @property
+    def sketch(self) -> Path:
+        return Path(self.target).with_suffix(".npy")
+
+
+def convert(sources: list[Path], final: Path, processes: int | None = None) -> dict[str, Any]:
+    """Writes the rows of ``sources``, in this order, to the folder ``final`` as Parquet; once, unless a source changed.
+
+    Args:
+        sources: text files, ``.gz`` or plain.
+        final: the folder to make.
+        processes: how many work at a time; None: as many as there are processors.
+
+    Returns:
+        The manifest: the sources, ``labelled``, ``rows``, and per categorical column the number of ``distinct`` keys
+        (missing included; exact up to 1,023, else within about 3 %).
+
+    Raises:
+        DataError: a source is malformed (the message has its name and the line), sources with and without labels are
+            mixed, or ``final`` cannot be written.
+    """
+    labelled = {source: has_label(source) for source in sources}
+    if len(set(labelled.values())) > 1:
+        without = next(s for s in sources if not labelled[s])
+        raise DataError(
+            f"{without} has 39 columns, no label (a Criteo test file), and lies beside files that have 40; set data.path to "
+            f"the labelled file, or to a folder that holds only those"
+        )
+    states = [(str(s.resolve()), s.stat()) for s in sources]
+    plan = {
+        "format": _FORMAT,
+        "labelled": labelled[sources[0]],
+        "part_bytes": max(PART_BYTES, sum(s.st_size for _, s in states) // _MOST_PARTS),
+        "sources": [{"path": p, "bytes": s.st_size, "modified_ns": s.st_mtime_ns} for p, s in states],
+    }
+    with exclusive(final, "data.cache_dir"):
+        manifest = read_manifest(final)
+        if manifest is not None and manifest.get("plan") == plan:
+            return manifest
+        if manifest is None and final.exists():
+            raise DataError(f"{final} exists and was not made by this conversion; move it, or set data.cache_dir")
+        work = final.with_name(f".{final.name}.partial")
+        _resume_or_clear(work, plan)
+        parts = _parts(plan, work)
+        _run(parts, processes or len(os.sched_getaffinity(0)), f"converting {sources[0].name} to Parquet")
+        manifest = {
+            "plan": plan,
+            "labelled": plan["labelled"],
+            "rows": sum(pq.read_metadata(p.target).num_rows for p in parts),
+            "distinct": dict(zip(CATEGORICAL, _merge_sketches(parts), strict=True)),
+        }
+        for extra in [*work.glob("*.npy"), *work.glob(".*"), work / _PLAN]:
+            extra.unlink()
+        publish(work, final, manifest)
+    return manifest
+
+
+def _resume_or_clear(work: Path, plan: dict[str, Any]) -> None:
+    try:
+        same = json.loads((work / _PLAN).read_text()) == plan
+    except (FileNotFoundError, json.JSONDecodeError):
+        same = False
+    if not same:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        write_json(work / _PLAN, plan)
+
+
+def _parts(plan: dict[str, Any], work: Path) -> list[_Part]:
+    parts: list[_Part] = []
+    for source in plan["sources"]:
+        compressed = source["path"].endswith(".gz")  # cannot be entered in the middle
+        cuts = [0] if compressed else list(range(0, max(1, source["bytes"]), plan["part_bytes"]))
+        for start, stop in zip(cuts, [*cuts[1:], None if compressed else source["bytes"]], strict=True):
+            target = str(work / f"part-{len(parts):05d}.parquet")
+            parts.append(_Part(source["path"], start, stop, plan["labelled"], target))
+    return parts
+
+
+def _run(parts: list[_Part], processes: int, description: str) -> None:
+    def size(part: _Part) -> int:
+        return (os.path.getsize(part.source) if part.stop is None else part.stop) - part.start
+
+    missing = [p for p in parts if not Path(p.target).exists()]
+    with progress_bar("bytes") as bar:
+        task = bar.add_task(description, total=sum(size(p) for p in parts))
+        done = sum(size(p) for p in parts) - sum(size(p) for p in missing)
+        bar.update(task, completed=done)
+        if min(processes, len(missing)) <= 1:
+            for part in missing:
+                _convert_part(part, lambda count: bar.update(task, advance=count))
+            return
+        # Not fork: the calling process may run threads.
+        context = multiprocessing.get_context("forkserver")
+        read = context.Value("q", 0)
+        with ProcessPoolExecutor(min(processes, len(missing)), context, _start_worker, (read,)) as pool:
+            pending = {pool.submit(_convert_in_worker, part) for part in missing}
+            try:
+                while pending:
+                    finished, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
+                    bar.update(task, completed=done + read.value)
+                    for future in finished:
+                        future.result()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+
+_bytes_read: Synchronized[int] | None = None
+
+
+def _start_worker(counter: Synchronized[int]) -> None:
+    global _bytes_read
+    _bytes_read = counter
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow_parent() -> None:
+        # A worker whose parent was killed would wait for work for ever.
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow_parent, daemon=True).start()
+
+
+def _convert_in_worker(part: _Part) -> None:
+    def count(number: int) -> None:
+        assert _bytes_read is not None
+        with _bytes_read.get_lock():
+            _bytes_read.value += number
+
+    _convert_part(part, count)
+
+
+def _convert_part(part: _Part, progress: Callable[[int], None]) -> None:
+    """Writes one part: its sketch first, then its rows; the rows' file is the sign that both are whole."""
+    source, target = Path(part.source), Path(part.target)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    sketch = _Sketch()
+    rows_before = 0
+    waiting: list[pa.RecordBatch] = []
+    with _cleared_on_error(temporary), pq.ParquetWriter(temporary, schema(part.labelled), compression="zstd") as writer:
+        for block in read_blocks(source, part.start, part.stop, progress):
+            try:
+                batch = parse_block(block, part.labelled)
+            except RowError as error:
+                line = _lines_before(source, part.start) + rows_before + error.row + 1
+                raise DataError(f"{source}, line {line}: {error}") from None
+            rows_before += batch.num_rows
+            sketch.add(batch)
+            waiting.append(batch)
+            if sum(b.num_rows for b in waiting) >= ROW_GROUP:
+                table = pa.Table.from_batches(waiting)
+                whole = table.num_rows // ROW_GROUP * ROW_GROUP
+                writer.write_table(table.slice(0, whole), row_group_size=ROW_GROUP)
+                waiting = table.slice(whole).to_batches()
+        if any(b.num_rows for b in waiting):
+            writer.write_table(pa.Table.from_batches(waiting), row_group_size=ROW_GROUP)
+    with open(temporary, "rb+") as file:
+        os.fsync(file.fileno())
+    np.save(part.sketch, sketch.hashes())
+    temporary.replace(target)
+
+
+@contextlib.contextmanager
+def _cleared_on_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _lines_before(source: Path, start: int) -> int:
+    """Lines that end before the first row that begins at or behind ``start``."""
+    if start == 0:
+        return 0
+    lines, left = 0, start - 1
+    with open_text(source) as file:
+        while left > 0:
+            chunk = file.read(min(left, 1 << 24))
+            lines += chunk.count(b"\n")
+            left -= len(chunk)
+        return lines + (1 if file.readline() else 0)
+
+
+class _Sketch:
+    """The smallest hashes of every column's distinct keys: their spacing tells how many there are."""
+
+    def __init__(self) -> None:
+        self._hashes = [np.empty(0, dtype=np.uint64) for _ in CATEGORICAL]
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        for i, name in enumerate(CATEGORICAL):
+            self.add_hashes(i, mix64(np.unique(batch[name].to_numpy()).view(np.uint64)))
+
+    def add_hashes(self, column: int, hashes: npt.NDArray[np.uint64]) -> None:
+        self._hashes[column] = np.unique(np.concatenate([self._hashes[column], hashes]))[:_SMALLEST_HASHES]
+
+    def hashes(self) -> npt.NDArray[np.uint64]:
+        """(26, 1024), filled up with the largest number."""
+        filled = np.full((len(self._hashes), _SMALLEST_HASHES), _FILLER)
+        for row, hashes in zip(filled, self._hashes, strict=True):
+            row[: len(hashes)] = hashes
+        return filled
+
+    def distinct(self, column: int) -> int:
+        hashes = self._hashes[column]
+        if len(hashes) < _SMALLEST_HASHES:
+            return len(hashes)
+        return round((len(hashes) - 1) / (float(hashes[-1]) / 2.0**64))
+
+
+def _merge_sketches(parts: list[_Part]) -> list[int]:
+    merged = _Sketch()
+    for part in parts:
+        for column, hashes in enumerate(np.load(part.sketch)):
+            merged.add_hashes(column, hashes[hashes != _FILLER])
+    return [merged.distinct(i) for i in range(len(CATEGORICAL))]
