@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cache_backend import ops
 from cache_backend.config import EmbeddingOptimizer
+from cache_backend.memory import zeros
 from cache_backend.stats import CacheStats
 from cache_backend.store import Check, EmbeddingStore, ExchangeReply, ExchangeRequest, Fetch, Push
 
@@ -77,11 +78,11 @@ class Cache:
     def reset(self) -> None:
         """Forget every row, pending deltas included, and learn the tables' initial rows from the store again."""
         slots = self.capacity + _INITIAL_SPILL
-        self.tags = torch.zeros(self.capacity, dtype=torch.uint8)
-        self.priority = torch.full((self.capacity,), -1, dtype=torch.int64)
-        self.meta = torch.zeros(slots, 4, dtype=torch.int64)
+        self.tags = zeros(self.capacity, dtype=torch.uint8)
+        self.priority = zeros(self.capacity, dtype=torch.int64).fill_(-1)
+        self.meta = zeros(slots, 4, dtype=torch.int64)
         self.meta.view(torch.int32)[:, 5] = -1
-        self.rows = torch.zeros(slots, 2, self.dim + self.state_dim)
+        self.rows = zeros(slots, 2, self.dim + self.state_dim, dtype=torch.float32)
         self._spill_in_use = False
         schemas = self._store.schemas()
         # The seed's 64 bits, as the int64 that torch has.
@@ -145,9 +146,16 @@ class Cache:
         if plan.late.numel():
             self._push_and_fetch(plan.slots[plan.late])
 
-    def lookup(self, plan: CachePlan, bag_offsets: Tensor, weights: Tensor | None, feature_mean: Tensor) -> Tensor:
+    def lookup(
+        self,
+        plan: CachePlan,
+        bag_of: Tensor | None,
+        bag_offsets: Tensor,
+        weights: Tensor | None,
+        feature_mean: Tensor,
+    ) -> Tensor:
         """Pooled rows, float32 (B, F * dim)."""
-        return ops.bag_lookup(self.rows, plan.slots, plan.rows.inverse, bag_offsets, weights, feature_mean, self.dim)
+        return ops.bag_lookup(self.rows, plan.slots, plan.rows.inverse, bag_of, bag_offsets, weights, feature_mean, self.dim)
 
     def update_bags(
         self,

@@ -144,6 +144,7 @@ def _(
     rows: Tensor,
     slots: Tensor,
     inverse: Tensor,
+    bag_of: Tensor | None,
     bag_offsets: Tensor,
     weights: Tensor | None,
     feature_mean: Tensor,

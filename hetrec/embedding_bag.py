@@ -337,6 +337,7 @@ class HetEmbeddingBagCollection(nn.Module):
                     group.cache.read(rows),
                     every,
                     rows.inverse,
+                    bags.bag_of,
                     bags.offsets,
                     bags.weights,
                     group.features.mean,
@@ -366,7 +367,9 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, group: _Group, part: _GroupPlan) -> Tensor:
         ctx.part = part
-        return group.cache.lookup(part.cache, part.bags.offsets, part.bags.weights, group.features.mean)
+        return group.cache.lookup(
+            part.cache, part.bags.bag_of, part.bags.offsets, part.bags.weights, group.features.mean
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # type: ignore[override]

@@ -40,10 +40,11 @@ STABLE_TORCH_LIBRARY(hetrec, m) {
   m.def(
       "init_rows(Tensor(a!) rows, Tensor fresh, Tensor keys, Tensor tables, Tensor init_seeds, Tensor init_values, "
       "int dim) -> ()");
-  // Pooled lookup. rows float32 (n, stride); out (B, F * D). bag_offsets int64 (F * B + 1), feature-major.
+  // Pooled lookup. rows float32 (n, stride); out (B, F * D). bag_offsets int64 (F * B + 1), feature-major; bag_of int32
+  // (N), the bag of each position, absent where every bag holds one key.
   m.def(
-      "bag_lookup(Tensor rows, Tensor slots, Tensor inverse, Tensor bag_offsets, Tensor? weights, Tensor feature_mean, "
-      "int dim) -> Tensor");
+      "bag_lookup(Tensor rows, Tensor slots, Tensor inverse, Tensor? bag_of, Tensor bag_offsets, Tensor? weights, "
+      "Tensor feature_mean, int dim) -> Tensor");
   // The lookup's gradient, summed per unique row: (U, D).
   m.def(
       "bag_grad(Tensor grad, Tensor order, Tensor splits, Tensor? bag_of, Tensor bag_offsets, Tensor? weights, "

@@ -7,7 +7,7 @@ namespace hetrec {
 
 namespace {
 constexpr int64_t kBlock = 32;      // rows in flight while prefetching
-constexpr int64_t kFirstIndex = 8;  // index entries of a bucket's first allocation
+constexpr uint32_t kFirstIndex = 16;  // index entries of a bucket's first allocation
 constexpr int64_t kCacheLine = 64;
 }  // namespace
 
@@ -45,13 +45,13 @@ void EmbeddingTable::check_declared(int64_t n, const int32_t* tables) const {
 
 void EmbeddingTable::prefetch_index(uint64_t hash) const {
   const Bucket& bucket = buckets_[bucket_of(hash)];
-  if (!bucket.index.empty()) __builtin_prefetch(&bucket.index[home_of(hash, bucket)]);
+  if (bucket.index != nullptr) __builtin_prefetch(&bucket.index[home_of(hash, bucket)]);
 }
 
 const EmbeddingTable::RowHeader* EmbeddingTable::likely_row(uint64_t hash) const {
   const Bucket& bucket = buckets_[bucket_of(hash)];
-  if (bucket.index.empty()) return nullptr;
-  const uint32_t mask = static_cast<uint32_t>(bucket.index.size() - 1);
+  if (bucket.index == nullptr) return nullptr;
+  const uint32_t mask = bucket.index_size - 1;
   for (uint32_t i = home_of(hash, bucket);; i = (i + 1) & mask) {
     const uint32_t entry = bucket.index[i];
     if (entry == 0) return nullptr;
@@ -61,8 +61,8 @@ const EmbeddingTable::RowHeader* EmbeddingTable::likely_row(uint64_t hash) const
 
 EmbeddingTable::RowHeader* EmbeddingTable::find(uint64_t hash, int32_t table, int64_t key) const {
   const Bucket& bucket = buckets_[bucket_of(hash)];
-  if (bucket.index.empty()) return nullptr;
-  const uint32_t mask = static_cast<uint32_t>(bucket.index.size() - 1);
+  if (bucket.index == nullptr) return nullptr;
+  const uint32_t mask = bucket.index_size - 1;
   for (uint32_t i = home_of(hash, bucket);; i = (i + 1) & mask) {
     const uint32_t entry = bucket.index[i];
     if (entry == 0) return nullptr;
@@ -73,10 +73,11 @@ EmbeddingTable::RowHeader* EmbeddingTable::find(uint64_t hash, int32_t table, in
 }
 
 void EmbeddingTable::grow(Bucket& bucket) {
-  const size_t size = std::max<size_t>(kFirstIndex, bucket.index.size() * 2);
-  if (size > size_t{1} << kRowBits) throw std::length_error("a bucket is full: more than 2^23 rows in one of 4096 buckets");
-  std::vector<uint32_t> index(size, 0);
-  const auto mask = static_cast<uint32_t>(size - 1);
+  const uint32_t size = std::max(kFirstIndex, bucket.index_size * 2);
+  if (size > 1u << kRowBits) throw std::length_error("a bucket is full: more than 2^23 rows in one of 4096 buckets");
+  auto* index = static_cast<uint32_t*>(arena_.allocate(size * sizeof(uint32_t)));
+  std::fill_n(index, size, 0u);
+  const uint32_t mask = size - 1;
   for (uint32_t row = 0; row < bucket.count; ++row) {
     const RowHeader* header = row_at(bucket, row);
     const uint64_t hash = hash_row(table_of(*header), header->key);
@@ -84,7 +85,9 @@ void EmbeddingTable::grow(Bucket& bucket) {
     while (index[i] != 0) i = (i + 1) & mask;
     index[i] = static_cast<uint32_t>(tag_of(hash)) << kRowBits | (row + 1);
   }
-  bucket.index = std::move(index);
+  if (bucket.index != nullptr) arena_.recycle(bucket.index, bucket.index_size * sizeof(uint32_t));
+  bucket.index = index;
+  bucket.index_size = size;
 }
 
 EmbeddingTable::RowHeader* EmbeddingTable::find_or_create(uint64_t hash, int32_t table, int64_t key, bool* created) {
@@ -93,11 +96,11 @@ EmbeddingTable::RowHeader* EmbeddingTable::find_or_create(uint64_t hash, int32_t
     return header;
   }
   Bucket& bucket = buckets_[bucket_of(hash)];
-  if (bucket.count * 8 >= bucket.index.size() * 7) grow(bucket);
+  if (uint64_t{bucket.count} * 8 >= uint64_t{bucket.index_size} * 7) grow(bucket);
   if (bucket.count % kChunkRows == 0) {
-    bucket.chunks.push_back(std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(kChunkRows * stride_)));
+    bucket.chunks.push_back(static_cast<std::byte*>(arena_.allocate(static_cast<size_t>(kChunkRows * stride_))));
   }
-  const auto mask = static_cast<uint32_t>(bucket.index.size() - 1);
+  const uint32_t mask = bucket.index_size - 1;
   uint32_t i = home_of(hash, bucket);
   while (bucket.index[i] != 0) i = (i + 1) & mask;
   const uint32_t row = bucket.count++;
@@ -208,6 +211,7 @@ void EmbeddingTable::assign(int64_t n, const int32_t* tables, const int64_t* key
 void EmbeddingTable::clear() {
   const std::unique_lock lock(mutex_);
   for (Bucket& bucket : buckets_) bucket = Bucket{};
+  arena_.clear();
 }
 
 int64_t EmbeddingTable::size() const {
@@ -221,7 +225,7 @@ int64_t EmbeddingTable::memory_bytes() const {
   const std::shared_lock lock(mutex_);
   int64_t bytes = static_cast<int64_t>(sizeof(Bucket) * buckets_.size());
   for (const Bucket& bucket : buckets_) {
-    bytes += static_cast<int64_t>(bucket.index.capacity() * sizeof(uint32_t));
+    bytes += static_cast<int64_t>(bucket.index_size * sizeof(uint32_t));
     bytes += static_cast<int64_t>(bucket.chunks.capacity() * sizeof(bucket.chunks[0]));
     bytes += static_cast<int64_t>(bucket.chunks.size()) * kChunkRows * stride_;
   }

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <mutex>
 #include <shared_mutex>
 #include <stdexcept>
@@ -16,6 +15,7 @@
 #include "core/clock.h"
 #include "core/hash.h"
 #include "core/init.h"
+#include "table/arena.h"
 
 namespace hetrec {
 
@@ -82,9 +82,10 @@ class EmbeddingTable {
   };
 
   struct Bucket {
-    std::vector<uint32_t> index;
+    uint32_t* index = nullptr;
+    uint32_t index_size = 0;  // a power of two, or 0
     uint32_t count = 0;
-    std::vector<std::unique_ptr<std::byte[]>> chunks;
+    std::vector<std::byte*> chunks;
   };
 
   static int32_t table_of(const RowHeader& h) { return static_cast<int32_t>(h.table_and_clock >> 48); }
@@ -94,12 +95,12 @@ class EmbeddingTable {
   }
 
   RowHeader* row_at(const Bucket& bucket, uint32_t row) const {
-    return reinterpret_cast<RowHeader*>(bucket.chunks[row / kChunkRows].get() + (row % kChunkRows) * stride_);
+    return reinterpret_cast<RowHeader*>(bucket.chunks[row / kChunkRows] + (row % kChunkRows) * stride_);
   }
   static float* values_of(RowHeader* header) { return reinterpret_cast<float*>(header + 1); }
 
   static uint32_t home_of(uint64_t hash, const Bucket& bucket) {
-    return static_cast<uint32_t>(hash >> 8) & static_cast<uint32_t>(bucket.index.size() - 1);
+    return static_cast<uint32_t>(hash >> 8) & (bucket.index_size - 1);
   }
   void prefetch_index(uint64_t hash) const;
   // The row whose tag matches first, for prefetching only: it may be another row.
@@ -116,6 +117,7 @@ class EmbeddingTable {
   int64_t dim_;
   int64_t state_dim_;
   int64_t stride_;  // bytes a row
+  Arena arena_;
   std::vector<Bucket> buckets_;
   std::vector<RowInit> init_;
   std::vector<bool> declared_;

@@ -17,13 +17,16 @@ struct Bags {
   const uint8_t* mean;   // per feature
   int64_t samples;
   int64_t features;
+  bool single;  // every bag holds one key, without a weight
 
-  Bags(const Tensor& offsets_t, const std::optional<Tensor>& weights_t, const Tensor& mean_t)
+  Bags(const Tensor& offsets_t, const std::optional<Tensor>& bag_of_t, const std::optional<Tensor>& weights_t,
+       const Tensor& mean_t)
       : offsets(data<const int64_t>(offsets_t, "bag_offsets")),
         weights(data_or_null<const float>(weights_t, "weights")),
         mean(data<const uint8_t>(mean_t, "feature_mean")),
         samples(mean_t.numel() == 0 ? 0 : (offsets_t.numel() - 1) / mean_t.numel()),
-        features(mean_t.numel()) {
+        features(mean_t.numel()),
+        single(!bag_of_t.has_value() && !weights_t.has_value()) {
     STD_TORCH_CHECK(offsets_t.numel() == samples * features + 1, "bag_offsets must have features x samples + 1 entries, got ",
                     offsets_t.numel(), " for ", features, " features");
   }
@@ -35,7 +38,7 @@ struct Bags {
   }
 };
 
-// kDim > 0: the width is known to the compiler.
+// kDim > 0: the width is known to the compiler. Bags of one key, unweighted, are the common case (`bags.single`): a copy.
 template <int kDim>
 void lookup(const float* rows, int64_t stride, const int64_t* slots, const int32_t* inverse, const Bags& bags,
             int64_t runtime_dim, float* out) {
@@ -44,14 +47,17 @@ void lookup(const float* rows, int64_t stride, const int64_t* slots, const int32
   for (int64_t b = 0; b < bags.samples; ++b) {
     for (int64_t f = 0; f < bags.features; ++f) {
       const int64_t bag = f * bags.samples + b;
-      float* to = out + (b * bags.features + f) * dim;
-      const int64_t begin = bags.offsets[bag], end = bags.offsets[bag + 1];
-      // The same feature's bag a few samples on: its row is needed only after all features of this one.
-      if (begin + 2 < n) prefetch_floats(rows + slots[inverse[begin + 2]] * stride, dim);
-      if (begin == end) {
-        std::fill_n(to, dim, 0.f);
+      float* __restrict__ to = out + (b * bags.features + f) * dim;
+      // The same feature's bag a sample on: its row is needed only after all features of this one.
+      if (bags.single) {
+        if (b + 1 < bags.samples) prefetch_floats<0>(rows + slots[inverse[bag + 1]] * stride, dim);
+        const float* row = rows + slots[inverse[bag]] * stride;
+        for (int64_t d = 0; d < dim; ++d) to[d] = row[d];
         continue;
       }
+      const int64_t begin = bags.offsets[bag], end = bags.offsets[bag + 1];
+      if (end < n) prefetch_floats<0>(rows + slots[inverse[end]] * stride, dim);
+      if (begin == end) std::fill_n(to, dim, 0.f);
       for (int64_t p = begin; p < end; ++p) {
         const float* row = rows + slots[inverse[p]] * stride;
         const float scale = bags.scale(bag, f, p);
@@ -65,9 +71,9 @@ void lookup(const float* rows, int64_t stride, const int64_t* slots, const int32
   }
 }
 
-Tensor bag_lookup(const Tensor& rows_t, const Tensor& slots_t, const Tensor& inverse_t, const Tensor& offsets_t,
-                  std::optional<Tensor> weights_t, const Tensor& mean_t, int64_t dim) {
-  const Bags bags(offsets_t, weights_t, mean_t);
+Tensor bag_lookup(const Tensor& rows_t, const Tensor& slots_t, const Tensor& inverse_t, std::optional<Tensor> bag_of_t,
+                  const Tensor& offsets_t, std::optional<Tensor> weights_t, const Tensor& mean_t, int64_t dim) {
+  const Bags bags(offsets_t, bag_of_t, weights_t, mean_t);
   const auto* rows = data<const float>(rows_t, "rows");
   const int64_t stride = rows_t.size(0) == 0 ? 0 : rows_t.numel() / rows_t.size(0);
   const auto* slots = data<const int64_t>(slots_t, "slots");
@@ -109,7 +115,7 @@ struct Gradients {
         order(data<const int32_t>(order_t, "order")),
         splits(data<const int32_t>(splits_t, "splits")),
         bag_of(data_or_null<const int32_t>(bag_of_t, "bag_of")),
-        bags(offsets_t, weights_t, mean_t),
+        bags(offsets_t, bag_of_t, weights_t, mean_t),
         scale(static_cast<float>(scale)),
         n_unique(splits_t.numel() - 1) {
     STD_TORCH_CHECK(grad_t.numel() == bags.samples * bags.features * dim, "grad must be (samples, features x dim), ",
@@ -119,26 +125,34 @@ struct Gradients {
   template <int kDim, typename Use>
   void for_each(int64_t runtime_dim, Use use) const {
     const int64_t dim = kDim > 0 ? kDim : runtime_dim;
-    const auto samples = static_cast<uint32_t>(bags.samples);
     std::vector<float> sum_buffer(static_cast<size_t>(dim));
     float* __restrict__ sum = sum_buffer.data();
     const int64_t n = splits[n_unique];
-    const auto at = [&](int64_t position, int64_t* bag, int64_t* feature) {
-      *bag = bag_of == nullptr ? position : bag_of[position];
-      const auto f = static_cast<uint32_t>(*bag) / samples;
-      *feature = f;
-      return grad + ((*bag - static_cast<int64_t>(f) * samples) * bags.features + f) * dim;
+    // Gradients are visited at random: where the next ones lie is worked out, and fetched, kAhead positions early.
+    struct Source {
+      const float* at;
+      float scale;
     };
+    Source ring[kAhead];
+    const auto samples = static_cast<uint32_t>(bags.samples);
+    const auto look_ahead = [&](int64_t j) {
+      const int64_t position = order[j];
+      const int64_t bag = bag_of == nullptr ? position : bag_of[position];
+      const int64_t feature = static_cast<uint32_t>(bag) / samples;
+      const float* at = grad + ((bag - feature * bags.samples) * bags.features + feature) * dim;
+      prefetch_floats<0>(at, dim);
+      ring[j % kAhead] = {at, bags.single ? scale : scale * bags.scale(bag, feature, position)};
+    };
+    for (int64_t j = 0; j < std::min(n, kAhead); ++j) look_ahead(j);
     for (int64_t u = 0; u < n_unique; ++u) {
       for (int64_t j = splits[u]; j < splits[u + 1]; ++j) {
-        int64_t bag = 0, feature = 0;
-        if (j + kAhead < n) prefetch_floats(at(order[j + kAhead], &bag, &feature), dim);
-        const float* g = at(order[j], &bag, &feature);
-        const float s = scale * bags.scale(bag, feature, order[j]);
+        const Source source = ring[j % kAhead];
+        if (j + kAhead < n) look_ahead(j + kAhead);
+        const float* __restrict__ g = source.at;
         if (j == splits[u]) {
-          for (int64_t d = 0; d < dim; ++d) sum[d] = s * g[d];
+          for (int64_t d = 0; d < dim; ++d) sum[d] = source.scale * g[d];
         } else {
-          for (int64_t d = 0; d < dim; ++d) sum[d] += s * g[d];
+          for (int64_t d = 0; d < dim; ++d) sum[d] += source.scale * g[d];
         }
       }
       use(u, sum);

@@ -11,9 +11,12 @@ namespace hetrec {
 
 constexpr int64_t kAhead = 8;  // rows prefetched ahead of their use
 
-inline void prefetch_floats(const float* at, int64_t n) {
-  const auto* bytes = reinterpret_cast<const char*>(at);
-  for (int64_t b = 0; b < n * 4 + 63; b += 64) __builtin_prefetch(bytes + b, 1);
+// kWrite 1: the values will be written.
+template <int kWrite>
+void prefetch_floats(const float* at, int64_t n) {
+  const auto* last = reinterpret_cast<const char*>(at + n - 1);
+  for (const auto* byte = reinterpret_cast<const char*>(at); byte < last; byte += 64) __builtin_prefetch(byte, kWrite);
+  __builtin_prefetch(last, kWrite);
 }
 
 struct Slots {
@@ -35,7 +38,7 @@ struct Slots {
   float* deltas(int64_t slot) const { return values(slot) + width; }
   void prefetch(int64_t slot) const {
     __builtin_prefetch(meta + slot, 1);
-    prefetch_floats(values(slot), 2 * width);
+    prefetch_floats<1>(values(slot), 2 * width);
   }
 };
 
@@ -57,7 +60,7 @@ inline Push cut_push(const Slots& slots, const std::vector<int64_t>& from) {
   auto* deltas = data<float>(push.deltas, "deltas");
   const size_t bytes = sizeof(float) * static_cast<size_t>(slots.width);
   for (int64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) prefetch_floats(slots.deltas(from[static_cast<size_t>(i + kAhead)]), slots.width);
+    if (i + kAhead < n) prefetch_floats<1>(slots.deltas(from[static_cast<size_t>(i + kAhead)]), slots.width);
     const int64_t slot = from[static_cast<size_t>(i)];
     SlotMeta& meta = slots.meta[slot];
     keys[i] = meta.key;
