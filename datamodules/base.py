@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, Literal
 
-import torch
 from pytorch_lightning import LightningDataModule
 from torch import distributed
 
@@ -14,7 +13,7 @@ from datamodules.files import ParquetFiles
 from datamodules.loader import ParquetLoader
 from datamodules.plan import EpochPlan, Rows, make_units
 from datamodules.reader import Columns, WindowReader
-from hetrec.data import Batch, FeatureSpec
+from hetrec.data import FeatureSpec
 from hetrec.lookahead import LookaheadLoader
 
 __all__ = ["HetDataModule"]
@@ -74,8 +73,8 @@ class HetDataModule(LightningDataModule):
         test = test_fraction if test_path is None else 0.0
         if min(val, test) < 0 or val + test >= 1:
             raise DataError(
-                f"data.val_fraction={val} and data.test_fraction={test}; expected shares of 0 or more that leave rows for "
-                f"training (their sum below 1)"
+                f"data.val_fraction={val} and data.test_fraction={test}; expected shares of 0 or more "
+                f"whose sum is below 1, so that rows are left for training"
             )
         if split not in ("hash", "order"):
             raise DataError(f"data.split={split!r}; expected hash or order")
@@ -93,8 +92,6 @@ class HetDataModule(LightningDataModule):
         self.seed = seed
         self._files: dict[str, ParquetFiles] = {}
         self._loaders: list[LookaheadLoader] = []
-        # Batches that were moved to a device ahead of their turn, by the identity of what was moved.
-        self._moved: dict[int, tuple[Any, Any]] = {}
 
     @property
     @abstractmethod
@@ -121,13 +118,15 @@ class HetDataModule(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Reads the footers of the files that the stage needs, and checks that every split holds rows and labels."""
-        splits: dict[str | None, list[Split]] = {"validate": ["val"], "test": ["test"], "predict": []}
-        for split in splits.get(stage, ["train", "val", "test"]):
+        of_stage: dict[str | None, list[Split]] = {"validate": ["val"], "test": ["test"], "predict": []}
+        every: list[Split] = ["train", "val", "test"]
+        for split in of_stage.get(stage, every):
             if split == "train" or (split == "val" and self.has_val) or (split == "test" and self.has_test):
                 self._check_split(split)
 
     def _check_split(self, split: Split) -> None:
         files, rows = self._split_rows(split)
+        role = self._role(split)
         label = self.spec.label
         holders = set(files.holders(label))
         for path in files.paths:
@@ -135,8 +134,9 @@ class HetDataModule(LightningDataModule):
                 raise DataError(self.missing_label_message(path))
         if not make_units(files.group_rows, rows):
             raise DataError(
-                f"the {split} split is empty: {files.rows} rows in {self._role(split)}={getattr(self, self._role(split))!r}, "
-                f"val_fraction={self.val_fraction}, test_fraction={self.test_fraction}; give more rows or other fractions"
+                f"the {split} split is empty: data.{role}={getattr(self, role)!r} has {files.rows} rows, with "
+                f"val_fraction={self.val_fraction} and test_fraction={self.test_fraction}. Give more rows, or "
+                f"other fractions"
             )
 
     def missing_label_message(self, file: str) -> str:
@@ -222,27 +222,3 @@ class HetDataModule(LightningDataModule):
         for loader in self._loaders:
             loader.close()
         self._loaders.clear()
-        self._moved.clear()
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Moves a batch so that ``upcoming[0]`` stays the very object that the next batch has as ``sparse_features``."""
-        if not isinstance(batch, Batch) or batch.labels.device == device:
-            return batch
-
-        def move(features: Any) -> Any:
-            known = self._moved.get(id(features))
-            moved = known[1] if known is not None else features.to(device, non_blocking=True)
-            kept[id(features)] = (features, moved)
-            return moved
-
-        kept: dict[int, tuple[Any, Any]] = {}
-        sparse = move(batch.sparse_features)
-        kept.clear()  # its turn has come; only the coming ones are remembered
-        upcoming = tuple(move(features) for features in batch.upcoming)
-        self._moved = kept
-        return Batch(
-            batch.dense_features.to(device, non_blocking=True),
-            sparse,
-            batch.labels.to(device, non_blocking=True),
-            upcoming,
-        )

@@ -112,8 +112,8 @@ def keys(column: pa.Array, feature: SparseColumn, where: str) -> npt.NDArray[np.
     if kind == "string":
         return _string_keys(column, feature, where)
     raise DataError(
-        f"{where}: column {feature.name!r} has type {dtype}, which cannot be a key; expected integers, strings or lists "
-        f"of them. Cast the column, or name it under dense instead of sparse"
+        f"{where}: column {feature.name!r} has type {dtype}, which cannot be a key; expected integers, strings or "
+        f"lists of them. Cast the column, or name it under dense instead of sparse"
     )
 
 
@@ -126,6 +126,13 @@ def _integer_keys(column: pa.Array, feature: SparseColumn, where: str) -> npt.ND
         column = column.fill_null(0)
     values = column.to_numpy(zero_copy_only=True)
     result: npt.NDArray[np.int64] = values.view(np.int64) if values.dtype == np.uint64 else values.astype(np.int64)
+    if feature.size is not None:
+        outside = (result < 0) | (result >= feature.size)
+        if bool(outside.any()):
+            raise DataError(
+                f"{where}: column {feature.name!r} holds the key {result[outside][0]}; its table has {feature.size} keys, "
+                f"0 to {feature.size - 1}. Give the table a larger size, or none"
+            )
     if feature.size is None and feature.missing == MISSING_KEY and bool((result == MISSING_KEY).any()):
         raise DataError(
             f"{where}: column {feature.name!r} holds the id {MISSING_KEY}, which is the key of missing values; "
@@ -205,6 +212,8 @@ class Bags:
 def bags(column: pa.Array, weights: pa.Array | None, feature: SparseColumn, where: str) -> Bags:
     """One bag of keys per row. A missing list is a bag that holds the missing key; an empty list is an empty bag.
 
+    Weights are 1 where the list of weights, or a weight in it, is missing.
+
     Raises:
         DataError: as in :func:`keys`, or the lists of keys and of weights differ in length.
     """
@@ -218,7 +227,9 @@ def bags(column: pa.Array, weights: pa.Array | None, feature: SparseColumn, wher
     if feature.weight is not None:
         flat_weights = np.ones(len(values), dtype=np.float32)
         if weights is not None and not pa.types.is_null(weights.type):
-            flat_weights = _bag_weights(weights, lengths, feature, where)
+            present = slice(None) if nulls is None else ~nulls  # what a missing list weighs does not matter
+            rows = weights if nulls is None else weights.filter(pa.array(~nulls))
+            flat_weights = _bag_weights(rows, lengths[present], feature, where)
     if nulls is not None:
         at = np.cumsum(lengths)[nulls]
         values = np.insert(values, at, feature.missing_key)
@@ -242,10 +253,9 @@ def _bag_weights(
         weights = pa.LargeListArray.from_arrays(pa.array(np.arange(len(weights) + 1)), weights)
     flat, weight_lengths, missing = _flatten(weights)
     wanted = lengths if missing is None else np.where(missing, 0, lengths)
-    # A missing list of keys becomes one missing key of weight 1, whatever its weights say: only real bags must agree.
-    differ = np.flatnonzero((weight_lengths != wanted) & (lengths > 0))
-    if len(differ) or int(weight_lengths[lengths == 0].sum()):
-        row = int(differ[0]) if len(differ) else int(np.flatnonzero((lengths == 0) & (weight_lengths > 0))[0])
+    differ = np.flatnonzero(weight_lengths != wanted)
+    if len(differ):
+        row = int(differ[0])
         raise DataError(
             f"{where}: a row has {lengths[row]} keys in {feature.name!r} and {weight_lengths[row]} weights in "
             f"{feature.weight!r}; each key needs one weight"

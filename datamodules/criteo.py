@@ -31,8 +31,8 @@ Role = Literal["path", "val_path", "test_path"]
 class CriteoDataModule(HetDataModule):
     """Criteo Kaggle and Terabyte: a label, 13 integers ``I1 .. I13``, 26 categories ``C1 .. C26``, a table each.
 
-    * Integers enter as ``log(1 + max(x, 0))``; missing ones as 0. (HET takes ``log(x + 1)``, which is not finite for the
-      -1 and less that the second column holds.)
+    * Integers enter as ``log(1 + max(x, 0))``; missing ones as 0. (HET takes ``log(x + 1)``, which is not finite for
+      the -1 and less that the second column holds.)
     * Categories are the 32-bit hexadecimal numbers of the file, as int64 keys, without a vocabulary. Missing is key -1,
       which no category has. The tables have no size; ``expected_rows`` says how many distinct keys were counted.
     * Text converts once to Parquet, beside the source or in ``cache_dir``. The copy is made anew if the source changes.
@@ -40,8 +40,8 @@ class CriteoDataModule(HetDataModule):
     * If ``path`` is the default and nothing is there, a generated set of 200,000 rows takes its place (and says so).
 
     Args:
-        path: a text file (``.gz`` or not), a folder of them, a Parquet file or a folder of those. Parquet has the columns
-            ``label``, ``I1 .. I13``, ``C1 .. C26``: raw integers, and categories as integers or hexadecimal strings.
+        path: a text file (``.gz`` or not), a folder of them, a Parquet file or a folder of those. Parquet has the
+            columns ``label``, ``I1 .. I13`` (raw integers) and ``C1 .. C26`` (integers or hexadecimal strings).
         val_path: the same, for validation.
         test_path: the same, for testing.
         cache_dir: where converted copies are kept; None: at ``<path>.parquet``.
@@ -111,8 +111,8 @@ class CriteoDataModule(HetDataModule):
         absent = [name for name in wanted if name not in files.columns]
         if absent:
             raise DataError(
-                f"data.{role}={getattr(self, role)!r} lacks the Criteo columns {', '.join(absent)}; expected label, I1 .. I13, "
-                f"C1 .. C26. For Parquet files with other columns use data=parquet"
+                f"data.{role}={getattr(self, role)!r} lacks the Criteo columns {', '.join(absent)}; expected label, "
+                f"I1 .. I13, C1 .. C26. For Parquet files with other columns use data=parquet"
             )
         return files
 
@@ -129,14 +129,12 @@ class CriteoDataModule(HetDataModule):
             folder = self._stand_in_folder()
             if read_manifest(folder) is None:
                 say(
-                    f"There is nothing at {path}: training on a generated Criteo-shaped set instead (200,000 rows, made once, "
-                    f"kept in {folder}). For the real data put Kaggle's train.txt or the Terabyte day_* files there, or set "
-                    f"data.path."
+                    f"There is nothing at {path}: training on a generated Criteo-shaped set instead (200,000 rows, "
+                    f"made once, kept in {folder}). For the real data put Kaggle's train.txt or the Terabyte day_* "
+                    f"files there, or set data.path."
                 )
             else:
-                say(
-                    f"There is nothing at {path}: training on the generated Criteo-shaped set in {folder}. See data.path."
-                )
+                say(f"There is nothing at {path}: training on the generated Criteo-shaped set in {folder}.")
             write_synthetic(_STAND_IN, folder)
             return folder
         sources = self._text_sources(role)
@@ -159,8 +157,8 @@ class CriteoDataModule(HetDataModule):
             return True
         what = "holds no text and no Parquet file" if path.exists() else "does not exist"
         raise DataError(
-            f"data.{role}={str(path)!r} {what}; give a Criteo text file (Kaggle's train.txt, Terabyte's day_0, also .gz), "
-            f"a Parquet file, or a folder of either"
+            f"data.{role}={str(path)!r} {what}; give a Criteo text file (Kaggle's train.txt, Terabyte's day_0, "
+            f"also .gz), a Parquet file, or a folder of either"
         )
 
     def _text_sources(self, role: Role) -> list[Path]:
@@ -170,7 +168,8 @@ class CriteoDataModule(HetDataModule):
         texts, parquet = _text_files(path), list_parquet(path)
         if texts and parquet:
             raise DataError(
-                f"data.{role}={str(path)!r} holds text ({texts[0].name}) and Parquet ({parquet[0].name}); set it to one of them"
+                f"data.{role}={str(path)!r} holds text ({texts[0].name}) and Parquet ({parquet[0].name}); "
+                f"set it to one of them"
             )
         return texts
 

@@ -1,8 +1,8 @@
 """Criteo text files to Parquet: in parallel, resumable, and never half done.
 
 Every source is cut into parts of about 64 MB. A part is written under a temporary name, renamed when it is whole, and
-kept: a conversion that was killed goes on with the parts that are missing. All this happens in a hidden folder that gets
-its real name last.
+kept: a conversion that was killed goes on with the parts that are missing. All this happens in a hidden folder that
+gets its real name last.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -79,8 +78,8 @@ def convert(sources: list[Path], final: Path, processes: int | None = None) -> d
     if len(set(labelled.values())) > 1:
         without = next(s for s in sources if not labelled[s])
         raise DataError(
-            f"{without} has 39 columns, no label (a Criteo test file), and lies beside files that have 40; set data.path to "
-            f"the labelled file, or to a folder that holds only those"
+            f"{without} has 39 columns, no label (a Criteo test file), and lies beside files that have 40; set "
+            f"data.path to the labelled file, or to a folder that holds only those"
         )
     states = [(str(s.resolve()), s.stat()) for s in sources]
     plan = {
@@ -98,7 +97,7 @@ def convert(sources: list[Path], final: Path, processes: int | None = None) -> d
         work = final.with_name(f".{final.name}.partial")
         _resume_or_clear(work, plan)
         parts = _parts(plan, work)
-        _run(parts, processes or len(os.sched_getaffinity(0)), f"converting {sources[0].name} to Parquet")
+        _run(parts, processes or len(os.sched_getaffinity(0)), f"converting {sources[0].name}")
         manifest = {
             "plan": plan,
             "labelled": plan["labelled"],

@@ -169,7 +169,7 @@ def _pad(block: bytes, fields: int) -> bytes:
     if not len(short):
         return block
     pieces, begin = [], 0
-    for row in short:
+    for row in short.tolist():
         end = int(ends[row])
         pieces += [block[begin:end], b"\t" * (fields - 1 - int(tabs[row]))]
         begin = end

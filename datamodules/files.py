@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from datamodules.columns import Kind, kind_of
 from datamodules.errors import DataError
 
-__all__ = ["Column", "ParquetFiles", "list_parquet", "natural_key"]
+__all__ = ["Column", "ParquetFiles", "list_parquet", "natural_key", "widen"]
 
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
@@ -25,7 +25,10 @@ def natural_key(path: Path) -> list[tuple[int, int, str]]:
 
 
 def list_parquet(path: Path) -> list[Path]:
-    """The Parquet files at ``path``: itself, or all below it in natural order; names that begin with ``_`` or ``.`` are not data."""
+    """The Parquet files at ``path``: itself, or all below it in natural order.
+
+    Names that begin with ``_`` or ``.`` are not data.
+    """
     if path.is_file():
         return [path]
     found = (
@@ -110,7 +113,7 @@ class ParquetFiles:
         if known is None:
             self.columns[name] = Column(name, kind)
         else:
-            both = _widen(known.kind, kind)
+            both = widen(known.kind, kind)
             if both is None:
                 raise DataError(
                     f"column {name!r} is {dtype} in {file} and {origins[name]}; these have no common type. "
@@ -173,7 +176,7 @@ def _partition_values(folders: Iterable[str]) -> dict[str, str | None]:
     return {unquote(key): None if value == _HIVE_NULL else unquote(value) for key, value in pairs}
 
 
-def _widen(a: Kind, b: Kind) -> Kind | None:
+def widen(a: Kind, b: Kind) -> Kind | None:
     """The kind that holds both, or None: integers of any width are one kind, and null fits everything."""
     if a == b or b == "null":
         return a

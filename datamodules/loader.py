@@ -55,8 +55,8 @@ class ParquetLoader:
     """Batches of one rank's rows of a split.
 
     The batches depend on (seed, epoch, rank) alone: not on the number of workers. Every iteration is an epoch; the next
-    one has the next number unless ``set_epoch`` says otherwise. The position is a number of batches handed out. Only one
-    iterator at a time.
+    one has the next number unless ``set_epoch`` says otherwise. The position is a number of batches handed out. Only
+    one iterator at a time.
 
     Args:
         reader: reads the windows.
@@ -74,7 +74,7 @@ class ParquetLoader:
         self._requests = _Requests()
         self._workers: DataLoader[Window | DataError] | None = None
         if num_workers > 0:
-            # Not fork: this process runs threads (read-ahead, native code, RPC) whose locks a forked child would inherit.
+            # Not fork: a child would inherit the locks of this process's threads (read-ahead, native code, RPC).
             self._workers = DataLoader(
                 _Windows(reader),
                 sampler=self._requests,
@@ -145,7 +145,7 @@ class ParquetLoader:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch: from its start, or from where ``load_state_dict`` put it in this very epoch."""
+        """The next iteration is this epoch: from its start, or from where ``load_state_dict`` put it within it."""
         if self._begun or epoch != self._epoch:
             self._epoch, self._position, self._begun = epoch, 0, False
 
@@ -154,7 +154,7 @@ class ParquetLoader:
         return {"epoch": self._epoch, "batches": self._position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration goes on behind the batches that ``state`` counts; a finished epoch is followed by the next.
+        """The next iteration goes on behind the batches that ``state`` counts; after a finished epoch, with the next.
 
         Raises:
             DataError: the position is in the middle of an epoch and belongs to other data or settings.
@@ -168,8 +168,8 @@ class ParquetLoader:
         if differ and batches:
             listed = ", ".join(f"{k} was {a}, is {b}" for k, (a, b) in differ.items())
             raise DataError(
-                f"cannot continue in the middle of epoch {epoch} (after {batches} of {total} batches): {listed}. Use the "
-                f"settings of the checkpointed run, or a checkpoint from the end of an epoch"
+                f"cannot continue in the middle of epoch {epoch} (after {batches} of {total} batches): {listed}. "
+                f"Use the settings of the checkpointed run, or a checkpoint from the end of an epoch"
             )
         self._epoch, self._position, self._begun = epoch, batches, False
 

@@ -41,7 +41,7 @@ class Rows:
     seed: int = 0
 
     def mask(self, position: int, count: int) -> slice | npt.NDArray[np.bool_]:
-        """Which of the rows ``position .. position + count`` are in the split: a slice or a mask of length ``count``."""
+        """Which of the rows ``position .. position + count`` are in the split: a slice or a mask of that length."""
         low = min(max(self.start - position, 0), count)
         high = max(min(self.stop - position, count), low)
         if self.buckets is None:
@@ -60,10 +60,9 @@ class Rows:
             kept = self.mask(position, count)
             assert isinstance(kept, slice)
             return int(kept.stop - kept.start)
-        return sum(
-            int(np.count_nonzero(self.mask(at, min(_HASH_CHUNK, position + count - at))))
-            for at in range(position, position + count, _HASH_CHUNK)
-        )
+        chunks = range(position, position + count, _HASH_CHUNK)
+        masks = (np.asarray(self.mask(at, min(_HASH_CHUNK, position + count - at))) for at in chunks)
+        return sum(int(np.count_nonzero(mask)) for mask in masks)
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Unit:
 
 
 def make_units(group_rows: Sequence[Sequence[int]], rows: Rows) -> list[Unit]:
-    """The units of files whose row groups have ``group_rows[file][group]`` rows; units without a kept row are left out."""
+    """The units of files whose row groups have ``group_rows[file][group]`` rows, without those that keep no row."""
     units: list[Unit] = []
     position = 0
     for file, groups in enumerate(group_rows):

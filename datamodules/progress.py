@@ -12,7 +12,6 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -31,7 +30,6 @@ def progress_bar(unit: str) -> Progress:
         BarColumn(),
         TextColumn("{task.percentage:>3.0f}%"),
         *amount,
-        TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console(),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -114,7 +115,7 @@ class WindowReader:
             labels, dense = labels[order], dense[order]
         if single:
             values = np.empty(matrix.size, dtype=np.int64)
-            for low, high in zip(bounds, bounds[1:], strict=False):
+            for low, high in pairwise(bounds):
                 out = values[low * len(matrix) : high * len(matrix)].reshape(len(matrix), high - low)
                 if order is None:
                     out[:] = matrix[:, low:high]
@@ -230,7 +231,7 @@ def _interleave(
     """Values, value bounds, lengths and weights of a window, per batch feature-major, from columns over the window."""
     ends = [np.concatenate([[0], np.cumsum(c.lengths)]) for c in columns]
     values, lengths, weights, value_bounds = [], [], [], [0]
-    for low, high in zip(bounds, bounds[1:], strict=False):
+    for low, high in pairwise(bounds):
         total = 0
         for column, end in zip(columns, ends, strict=True):
             part = slice(int(end[low]), int(end[high]))

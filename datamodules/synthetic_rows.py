@@ -132,7 +132,7 @@ class Hidden:
             low, high = (self._bias, high) if _sigmoid(centred + self._bias).mean() < _CLICK_RATE else (low, self._bias)
 
     def logits(self, integers: Float, keys: Keys) -> Float:
-        """True logits, float64 (n,), of integers (n, 13) and keys (n, 26) as :meth:`SyntheticRows.features` gives them."""
+        """True logits, float64 (n,), of integers (n, 13) and keys (n, 26) from ``SyntheticRows.features``."""
         return ((self._parts(integers, keys) - self._mean) * self._scale).sum(axis=1) + self._bias
 
     def _parts(self, integers: Float, keys: Keys) -> Float:

@@ -1,4 +1,4 @@
-"""Reads batches ahead of the training loop, so that the keys of coming batches are known while the current one computes."""
+"""Reads batches ahead of the training loop: the keys of coming batches are known while the current one computes."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def _close_if_alive(reference: weakref.ref[_Reader]) -> None:
 class LookaheadLoader:
     """Wraps any loader of :class:`Batch`; each batch it hands out knows the sparse features of the next ``depth`` ones.
 
-    ``batch.upcoming[0]`` is the very object that the next batch carries as ``sparse_features``: a plan that was made for
-    it belongs to that batch and to no other. One background thread reads; the wrapped loader is iterated again in every
-    epoch and never re-created, so its workers persist. Only the newest iterator is valid. An error of the wrapped loader
-    surfaces in ``next``, after the batches that were read before it.
+    ``batch.upcoming[0]`` is the very object that the next batch carries as ``sparse_features``: a plan that was made
+    for it belongs to that batch and to no other. One background thread reads; the wrapped loader is iterated again in
+    every epoch and never re-created, so its workers persist. Only the newest iterator is valid. An error of the wrapped
+    loader surfaces in ``next``, after the batches that were read before it.
 
     ``state_dict`` counts the batches handed out, not those read ahead. A loader with ``state_dict`` and
     ``load_state_dict`` (its state has the entry ``batches``) is told where to continue; with any other loader the first
