@@ -29,6 +29,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from cache_backend import CacheConfig, EmbeddingOptimizer, EmbeddingStore
 from hetrec.arguments import EXPERIMENT, GROUPS, SUBCOMMANDS, choices, expand
+from hetrec.callbacks import RunSummary
 from hetrec.data import FeatureSpec
 from hetrec.errors import UserError, is_users_mistake, one_line
 from hetrec.parser import HetArgumentParser
@@ -58,6 +59,12 @@ class HetCLI(LightningCLI):
         parser.add_lightning_class_args(ModelCheckpoint, "best_checkpoint")
         parser.link_arguments("data.spec", "model.init_args.spec", apply_on="instantiate")
 
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "test":
+            parser.set_defaults(verbose=False)  # the run's own summary says the same
+        return parser
+
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         # Lightning's own warns where it is given words and the process has words too; here they are the same ones.
         assert isinstance(args, list)
@@ -85,6 +92,9 @@ class HetCLI(LightningCLI):
             )
         self.model.connect(store, settings.cache, settings.embedding, seed=int(settings.seed_everything))
         self.model.optimize_with(settings.optimizer, settings.lr_scheduler)
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, RunSummary):
+                callback.test_follows = self.subcommand == "fit" and self.datamodule.has_test
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         callbacks = [*(config["callbacks"] or []), *callbacks]

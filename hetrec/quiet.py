@@ -34,6 +34,7 @@ def quiet() -> None:
     """Installs the filters. Calling it again changes nothing."""
     for start in _WARNINGS:
         warnings.filterwarnings("ignore", message=start)
+    warnings.formatwarning = _short
 
     # fbgemm_gpu calls logging.basicConfig(level=DEBUG) where it is imported, which shows every line of every library.
     root = logging.getLogger()
@@ -52,6 +53,12 @@ def quiet() -> None:
         lightning.addFilter(_tells_something)
     # torchrec calls a function that warns about its own name.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+def _short(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """Warnings that are meant for users go without the place in a library that they come from."""
+    where = "" if issubclass(category, UserWarning) else f" ({category.__name__}, {filename}:{lineno})"
+    return f"warning: {message}{where}\n"
 
 
 def _tells_something(record: logging.LogRecord) -> bool:

@@ -34,33 +34,42 @@ class RunSummary(Callback):
     """
 
     def __init__(self) -> None:
+        #: Set it where a test follows the fit anyway: then one table, at the end, shows both.
+        self.test_follows = False
         self._figures: dict[str, float] = {}
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, CTRTask)
         progress = {"epochs": float(trainer.current_epoch), "steps": float(trainer.global_step)}
         self._figures = self._metrics(trainer) | pl_module.training_figures | progress
-        self._report(run_folder(trainer))
+        self._write(run_folder(trainer))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._figures |= self._metrics(trainer)
-        self._report(run_folder(trainer))
+        self._write(run_folder(trainer))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Here the progress bar has let go of the terminal.
+        if stage == "test" or (stage == "fit" and not self.test_follows):
+            self._print(run_folder(trainer))
 
     @staticmethod
     def _metrics(trainer: Trainer) -> dict[str, float]:
         return {name: float(trainer.callback_metrics[name]) for name in METRICS if name in trainer.callback_metrics}
 
     @rank_zero_only
-    def _report(self, folder: Path) -> None:
+    def _write(self, folder: Path) -> None:
         figures = {name: int(value) if name in COUNTS else value for name, value in self._figures.items()}
         folder.mkdir(parents=True, exist_ok=True)
         plain = {name: None if math.isnan(value) else value for name, value in figures.items()}
         (folder / "summary.json").write_text(json.dumps(plain, indent=2) + "\n")
 
+    @rank_zero_only
+    def _print(self, folder: Path) -> None:
         table = Table(show_header=False, title="summary", title_justify="left")
         table.add_column()
         table.add_column(justify="right")
-        for name, value in figures.items():
+        for name, value in self._figures.items():
             table.add_row(name, f"{value:.4f}" if abs(value) < 10 and name not in COUNTS else f"{value:,.0f}")
         console = Console()
         console.print(table)
