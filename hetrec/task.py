@@ -121,13 +121,15 @@ class CTRTask(LightningModule):
         dense_io = io.dense if isinstance(io, EmbeddingCheckpointIO) else io
         self.trainer.strategy.checkpoint_io = EmbeddingCheckpointIO(dense_io, self._store.snapshot)
         self.embeddings.close()  # left open where an earlier run was interrupted
+        # The model was made before the data were prepared; by now the data module may have counted the rows.
+        spec = getattr(self.trainer.datamodule, "spec", self.spec)
         self.embeddings.open(
             self._store,
             self._cache,
             self._row_optimizer,
             seed=self._seed,
             world_size=self.trainer.world_size,
-            expected_rows={table.name: table.rows for table in self.spec.tables if table.rows is not None},
+            expected_rows={table.name: table.rows for table in spec.tables if table.rows is not None},
         )
 
     def teardown(self, stage: str) -> None:
