@@ -18,6 +18,7 @@ _WARNINGS = (
     r"Your `IterableDataset` has `__len__` defined",
     # Lightning: without a validation split there is no best epoch to keep. The last one is kept all the same.
     r"`ModelCheckpoint\(monitor='val_auc'\)` could not find the monitored key",
+    r"Total length of `list` across ranks is zero",
     # Lightning calls what the torch it supports has deprecated.
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
 )
