@@ -10,7 +10,7 @@ TESTARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 DEVICE := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 REQUIREMENTS := requirements/$(DEVICE).txt
 TORCH = $(shell grep -o '^torch==[^ ;]*' $(REQUIREMENTS))

@@ -92,7 +92,7 @@ class HetCLI(LightningCLI):
             )
         self.model.connect(store, settings.cache, settings.embedding, seed=int(settings.seed_everything))
         self.model.optimize_with(settings.optimizer, settings.lr_scheduler)
-        for callback in self.trainer.callbacks:
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]  # a connector of the trainer sets it
             if isinstance(callback, RunSummary):
                 callback.test_follows = self.subcommand == "fit" and self.datamodule.has_test
 

@@ -1,0 +1,60 @@
+"""Which errors are the user's, to be said in one line, and which are bugs, to be shown with their traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pytorch_lightning import Trainer
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+from cache_backend import CacheConfig
+from hetrec.data import FeatureSpec, SparseFeature, TableSpec
+from hetrec.errors import UserError, is_users_mistake, one_line
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def caught(action: Callable[..., object], *args: object, **kwargs: object) -> Exception:
+    try:
+        action(*args, **kwargs)
+    except Exception as error:
+        return error
+    pytest.fail("nothing was raised")
+
+
+def test_what_our_own_raise_statements_say_to_callers_is_for_the_user() -> None:
+    spec = {"dense": (), "sparse": (SparseFeature("a", "b"),), "tables": (TableSpec("c"),), "label": "y"}
+    assert is_users_mistake(caught(FeatureSpec, **spec))
+    assert is_users_mistake(caught(CacheConfig, rows=0))
+    assert is_users_mistake(UserError("x"))
+
+
+def test_what_lightning_says_about_its_settings_is_for_the_user() -> None:
+    error = caught(Trainer, enable_checkpointing=False, enable_progress_bar=False, fast_dev_run=-1)
+    assert isinstance(error, MisconfigurationException)
+    assert is_users_mistake(error)
+
+
+def test_what_others_raise_below_us_is_a_bug() -> None:
+    assert not is_users_mistake(caught(int, "x"))
+    assert not is_users_mistake(caught(np.zeros(3).reshape, 2))
+    # Python raises this ValueError in a line of ours: an unpacking that does not fit
+    assert not is_users_mistake(caught(_unpack_in("hetrec/data.py")))
+
+
+def _unpack_in(name: str) -> Callable[[], object]:
+    """A function that pretends to stand in a file of ours, and fails with a ValueError that no ``raise`` threw."""
+    space: dict[str, Callable[[], object]] = {}
+    exec(compile("def unpack():\n    a, b = [1]\n", str(REPOSITORY / name), "exec"), space)
+    return space["unpack"]
+
+
+def test_an_assertion_of_ours_is_a_bug() -> None:
+    assert not is_users_mistake(AssertionError("an invariant"))
+
+
+def test_a_message_of_several_lines_becomes_one() -> None:
+    assert one_line(ValueError("a\n  b\n\nc")) == "a b c"
