@@ -130,8 +130,8 @@ def _integer_keys(column: pa.Array, feature: SparseColumn, where: str) -> npt.ND
         outside = (result < 0) | (result >= feature.size)
         if bool(outside.any()):
             raise DataError(
-                f"{where}: column {feature.name!r} holds the key {result[outside][0]}; its table has {feature.size} keys, "
-                f"0 to {feature.size - 1}. Give the table a larger size, or none"
+                f"{where}: column {feature.name!r} holds the key {result[outside][0]}; its table has "
+                f"{feature.size} keys, 0 to {feature.size - 1}. Give the table a larger size, or none"
             )
     if feature.size is None and feature.missing == MISSING_KEY and bool((result == MISSING_KEY).any()):
         raise DataError(

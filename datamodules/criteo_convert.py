@@ -30,6 +30,7 @@ from datamodules.criteo_layout import CATEGORICAL
 from datamodules.criteo_tsv import RowError, has_label, open_text, parse_block, read_blocks, schema
 from datamodules.errors import DataError
 from datamodules.keys import mix64
+from datamodules.processes import process_context
 from datamodules.progress import progress_bar
 
 __all__ = ["convert"]
@@ -58,13 +59,16 @@ class _Part:
         return Path(self.target).with_suffix(".npy")
 
 
-def convert(sources: list[Path], final: Path, processes: int | None = None) -> dict[str, Any]:
+def convert(
+    sources: list[Path], final: Path, processes: int | None = None, part_bytes: int = PART_BYTES
+) -> dict[str, Any]:
     """Writes the rows of ``sources``, in this order, to the folder ``final`` as Parquet; once, unless a source changed.
 
     Args:
         sources: text files, ``.gz`` or plain.
         final: the folder to make.
         processes: how many work at a time; None: as many as there are processors.
+        part_bytes: the least size of a part.
 
     Returns:
         The manifest: the sources, ``labelled``, ``rows``, and per categorical column the number of ``distinct`` keys
@@ -85,7 +89,7 @@ def convert(sources: list[Path], final: Path, processes: int | None = None) -> d
     plan = {
         "format": _FORMAT,
         "labelled": labelled[sources[0]],
-        "part_bytes": max(PART_BYTES, sum(s.st_size for _, s in states) // _MOST_PARTS),
+        "part_bytes": max(part_bytes, sum(s.st_size for _, s in states) // _MOST_PARTS),
         "sources": [{"path": p, "bytes": s.st_size, "modified_ns": s.st_mtime_ns} for p, s in states],
     }
     with exclusive(final, "data.cache_dir"):
@@ -145,8 +149,7 @@ def _run(parts: list[_Part], processes: int, description: str) -> None:
             for part in missing:
                 _convert_part(part, lambda count: bar.update(task, advance=count))
             return
-        # Not fork: the calling process may run threads.
-        context = multiprocessing.get_context("forkserver")
+        context = process_context()
         read = context.Value("q", 0)
         with ProcessPoolExecutor(min(processes, len(missing)), context, _start_worker, (read,)) as pool:
             pending = {pool.submit(_convert_in_worker, part) for part in missing}

@@ -2,53 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from datamodules.errors import DataError
 from datamodules.reader import Window, WindowReader
+from datamodules.workers import Request, WindowWorkers
 from hetrec.data import Batch
 
 __all__ = ["ParquetLoader"]
-
-_Request = tuple[int, int]  # epoch, window
-
-
-class _Windows(Dataset[Window | DataError]):
-    """What a worker process runs: windows on request. A data error travels as a value, to keep its message clean."""
-
-    def __init__(self, reader: WindowReader) -> None:
-        self._reader = reader
-
-    def __getitem__(self, request: _Request) -> Window | DataError:
-        try:
-            return self._reader.read(*request)
-        except DataError as error:
-            return error
-
-
-class _Requests(Sampler[_Request]):
-    """The windows of the coming epoch. The workers outlive epochs, so the epoch comes to them with each request."""
-
-    def __init__(self) -> None:
-        self.requests: list[_Request] = []
-
-    def __iter__(self) -> Iterator[_Request]:
-        return iter(self.requests)
-
-    def __len__(self) -> int:
-        return len(self.requests)
-
-
-def _as_it_is(window: Any) -> Any:
-    # The arrays of a window travel through a pipe: shared memory is small in many containers, and windows are not.
-    return window
 
 
 class ParquetLoader:
@@ -71,19 +37,7 @@ class ParquetLoader:
         self._epoch = 0
         self._position = 0  # batches of the epoch that were handed out
         self._begun = False  # an iteration has begun since the epoch was set: the next one is the next epoch
-        self._requests = _Requests()
-        self._workers: DataLoader[Window | DataError] | None = None
-        if num_workers > 0:
-            # Not fork: a child would inherit the locks of this process's threads (read-ahead, native code, RPC).
-            self._workers = DataLoader(
-                _Windows(reader),
-                sampler=self._requests,
-                batch_size=None,
-                num_workers=num_workers,
-                collate_fn=_as_it_is,
-                persistent_workers=True,
-                multiprocessing_context=multiprocessing.get_context("forkserver"),
-            )
+        self._workers = WindowWorkers(reader, num_workers) if num_workers > 0 else None
 
     def __len__(self) -> int:
         return self._plan.steps
@@ -96,13 +50,13 @@ class ParquetLoader:
         per_window = self._plan.window_batches
         windows = [(epoch, w) for w in range(first // per_window, self._plan.windows)]
         skip = first % per_window
-        for window in self._read_in_processes(windows) if self._workers is not None else self._read_in_thread(windows):
+        for window in self._workers.read(windows) if self._workers else self._read_in_thread(windows):
             for batch in range(skip, len(window.bounds) - 1):
                 self._position += 1
                 yield self._batch(window, batch)
             skip = 0
 
-    def _read_in_thread(self, requests: list[_Request]) -> Iterator[Window]:
+    def _read_in_thread(self, requests: list[Request]) -> Iterator[Window]:
         with ThreadPoolExecutor(1, thread_name_prefix="hetrec-reader") as pool:
             ahead: Future[Window] | None = pool.submit(self.reader.read, *requests[0]) if requests else None
             for number in range(len(requests)):
@@ -110,14 +64,6 @@ class ParquetLoader:
                 window = ahead.result()
                 ahead = pool.submit(self.reader.read, *requests[number + 1]) if number + 1 < len(requests) else None
                 yield window
-
-    def _read_in_processes(self, requests: list[_Request]) -> Iterator[Window]:
-        assert self._workers is not None
-        self._requests.requests = requests
-        for window in self._workers if requests else ():
-            if isinstance(window, DataError):
-                raise window
-            yield window
 
     def _batch(self, window: Window, batch: int) -> Batch:
         rows = slice(window.bounds[batch], window.bounds[batch + 1])

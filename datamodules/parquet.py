@@ -47,7 +47,7 @@ class ParquetDataModule(HetDataModule):
         label: the label column: numbers from 0 to 1, or booleans.
         dense: the dense columns, or None to find them.
         sparse: the sparse columns, or None to find them.
-        weights: the column of bag weights of a sparse column: ``{"tags": "tag_weights"}``; as long lists as the keys'.
+        weights: the column of bag weights of a sparse column, as in ``{"tags": "tag_weights"}``.
         tables: the table of a sparse column, where it is not one of its own name. Columns with one table share its rows.
         sizes: the number of keys of a table, where it has a size.
         pooling: ``sum`` or ``mean``, per table; not named is ``sum``.
@@ -162,8 +162,8 @@ class ParquetDataModule(HetDataModule):
             both = widen(kind, column.kind) if column is not None else kind
             if both is None:
                 raise DataError(
-                    f"column {name!r} is {column and column.kind} in data.{role}={getattr(self, role)!r} and {kind} in the "
-                    f"paths before; write the files with one type"
+                    f"column {name!r} is {column and column.kind} in data.{role}={getattr(self, role)!r} and {kind} in "
+                    f"the paths before; write the files with one type"
                 )
             kind = both
 

@@ -159,8 +159,10 @@ class EpochPlan:
     def batch_start(self, batch: int) -> int:
         """Where a batch begins among this rank's rows; ``batch_start(steps)`` is their number."""
         first, last = self.rank_range
-        left = self.steps - batch  # the batches from here on want one row each
-        return min(batch * self.batch_size, max(0, last - first - left)) if left else last - first
+        rows = last - first
+        # Every batch that is still to come wants one row at least.
+        kept_back = self.steps - batch if rows >= self.steps else 0
+        return min(batch * self.batch_size, rows - kept_back)
 
     def window_bounds(self, window: int) -> list[int]:
         """Where the batches of a window begin among the window's rows, and where the last one ends."""
