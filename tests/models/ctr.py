@@ -115,7 +115,7 @@ def initial_rows(task: CTRTask, keys: Sequence[Tensor]) -> list[Tensor]:
 
 
 def plain_bags(task: CTRTask, batch: Batch, keys: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-    """The batch for a ``PlainModel``: per feature (row numbers, offsets, weights), features in the collection's order."""
+    """The batch for a ``PlainModel``: per feature of the collection (row numbers, offsets, weights)."""
     bags = []
     for i, config in enumerate(task.embeddings.embedding_bag_configs()):
         for name in config.feature_names:

@@ -61,7 +61,8 @@ def plain_spec(dense: Sequence[str], sparse: Sequence[str]) -> FeatureSpec:
 @pytest.fixture(scope="module")
 def criteo(shared_data: Path) -> tuple[FeatureSpec, Rows, Rows]:
     """The Criteo sample, read by hand: log(x + 1) of the integers, the hexadecimals as they are, missing is -1."""
-    lines = [line.rstrip("\n").split("\t") for line in open(shared_data / "criteo" / "kaggle_8000.tsv")]
+    text = (shared_data / "criteo" / "kaggle_8000.tsv").read_text()
+    lines = [line.split("\t") for line in text.splitlines()]
     labels = torch.tensor([float(line[0]) for line in lines])
     dense = torch.tensor([[max(float(x or 0), 0.0) for x in line[1:14]] for line in lines]).log1p()
     keys = torch.tensor([[int(x, 16) if x else -1 for x in line[14:]] for line in lines])
