@@ -91,6 +91,7 @@ class HetDataModule(LightningDataModule):
         self.shuffle_buffer = shuffle_buffer
         self.seed = seed
         self._files: dict[str, ParquetFiles] = {}
+        self._announced = False  # prepare_data is called before every stage; what it found is said once
         self._loaders: list[LookaheadLoader] = []
 
     @property

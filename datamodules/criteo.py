@@ -133,8 +133,9 @@ class CriteoDataModule(HetDataModule):
                     f"made once, kept in {folder}). For the real data put Kaggle's train.txt or the Terabyte day_* "
                     f"files there, or set data.path."
                 )
-            else:
+            elif not self._announced:
                 say(f"There is nothing at {path}: training on the generated Criteo-shaped set in {folder}.")
+            self._announced = True
             write_synthetic(_STAND_IN, folder)
             return folder
         sources = self._text_sources(role)

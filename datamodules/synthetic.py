@@ -96,10 +96,12 @@ class SyntheticDataModule(HetDataModule):
 
     def prepare_data(self) -> None:
         self.manifest = write_synthetic(self.rows, self.folder)
-        say(
-            f"synthetic rows in {self.folder}: {self.rows.rows:,}, click rate {self.manifest['click_rate']:.3f}; "
-            f"the best reachable AUC is {self.manifest['best_auc']:.4f}, log loss {self.manifest['best_logloss']:.4f}"
-        )
+        if not self._announced:
+            self._announced = True
+            say(
+                f"synthetic rows in {self.folder}: {self.rows.rows:,}, click rate {self.manifest['click_rate']:.3f}; the "
+                f"best reachable AUC is {self.manifest['best_auc']:.4f}, log loss {self.manifest['best_logloss']:.4f}"
+            )
 
     def open_files(self, role: Literal["path", "val_path", "test_path"]) -> ParquetFiles:
         if not self.folder.exists():

@@ -16,6 +16,8 @@ _WARNINGS = (
     # Lightning: batches come from a reader thread or from the data module's own workers; more workers are no remedy.
     r"The '\w+_dataloader' does not have many workers",
     r"Your `IterableDataset` has `__len__` defined",
+    # Lightning: a run of fewer steps than that is told by its summary.
+    r"The number of training batches \(\d+\) is smaller than the logging interval",
     # Lightning: without a validation split there is no best epoch to keep. The last one is kept all the same.
     r"`ModelCheckpoint\(monitor='val_auc'\)` could not find the monitored key",
     r"Total length of `list` across ranks is zero",
