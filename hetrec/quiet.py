@@ -21,6 +21,10 @@ _WARNINGS = (
     # Lightning: without a validation split there is no best epoch to keep. The last one is kept all the same.
     r"`ModelCheckpoint\(monitor='val_auc'\)` could not find the monitored key",
     r"Total length of `list` across ranks is zero",
+    # Lightning: every run has a folder of its own, so the checkpoints of the run that is continued lie in another.
+    r"The dirpath has changed from",
+    # Lightning: predictions are written in the order of the rows and need no indices.
+    r"Couldn't infer the batch indices fetched from your dataloader",
     # Lightning calls what the torch it supports has deprecated.
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
 )
