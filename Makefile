@@ -51,7 +51,7 @@ build: $(BUILT) ## set up .venv and build the native code
 
 build-cuda: $(BUILT) ## compile the CUDA half too, where nvcc is; no GPU needed
 	@$(BIN)/cmake -S . -B build/cuda -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DHETREC_CUDA=ON \
-	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
 	@$(BIN)/cmake --build build/cuda
 
 clean: ## remove the build and .venv; data/ and runs/ stay
