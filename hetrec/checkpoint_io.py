@@ -55,6 +55,10 @@ class EmbeddingCheckpointIO(CheckpointIO):
         self._snapshot = snapshot
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        if "global_step" not in checkpoint:
+            # Not a checkpoint: processes that Lightning spawned send their weights home through here.
+            self.dense.save_checkpoint(checkpoint, path, storage_options)
+            return
         if not _is_local_file_protocol(path):
             raise ValueError(
                 f"cannot save a checkpoint at {path}: embedding snapshots are written to local folders only"
@@ -70,7 +74,7 @@ class EmbeddingCheckpointIO(CheckpointIO):
         os.replace(temporary, path)
 
         for other in folder.iterdir():
-            if other != snapshot:
+            if other.is_dir() and other != snapshot:
                 shutil.rmtree(other)
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class CTRTask(LightningModule):
         self._step_due = False
         self._stepped = False
         self.connect()
-        self.optimize_with(lambda parameters: Adagrad(parameters, lr=0.02))
+        self.optimize_with(partial(Adagrad, lr=0.02))  # unlike a lambda, it can be sent to other processes
 
     # What to train with: called before the trainer runs.
 
@@ -122,7 +123,8 @@ class CTRTask(LightningModule):
         self.trainer.strategy.checkpoint_io = EmbeddingCheckpointIO(dense_io, self._store.snapshot)
         self.embeddings.close()  # left open where an earlier run was interrupted
         # The model was made before the data were prepared; by now the data module may have counted the rows.
-        spec = getattr(self.trainer.datamodule, "spec", self.spec)
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it without declaring it
+        spec = getattr(datamodule, "spec", self.spec)
         self.embeddings.open(
             self._store,
             self._cache,
