@@ -22,14 +22,14 @@ class UserError(ValueError):
 def is_users_mistake(error: BaseException) -> bool:
     """Whether ``error`` was worded for the person at the command line.
 
-    The project raises ``ValueError`` and the ``OSError`` family (``FileNotFoundError``, ...) for callers' mistakes and
-    asserts its own invariants. So an error of those types that a ``raise`` statement of ours threw carries a message
-    for the user, as Lightning's ``MisconfigurationException`` does. The same types thrown by anything else (numpy,
-    torch, an unpacking that does not fit) are bugs, ours most likely, and keep their traceback.
+    The project raises ``ValueError``, ``IndexError`` (a key outside its table) and the ``OSError`` family for callers'
+    mistakes and asserts its own invariants. So an error of those types that a ``raise`` statement of ours threw carries
+    a message for the user, as Lightning's ``MisconfigurationException`` does. The same types thrown by anything else
+    (numpy, torch, an unpacking that does not fit) are bugs, ours most likely, and keep their traceback.
     """
     if isinstance(error, (UserError, MisconfigurationException)):
         return True
-    return isinstance(error, (ValueError, OSError)) and _raised_by_us(error.__traceback__)
+    return isinstance(error, (ValueError, IndexError, OSError)) and _raised_by_us(error.__traceback__)
 
 
 def _raised_by_us(traceback: TracebackType | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,6 +144,18 @@ def test_a_mistake_that_shows_during_the_run_is_one_line(capfd: pytest.CaptureFi
     error = capfd.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
     assert "nowhere" in error
+
+
+def test_a_checkpoint_without_its_embeddings_is_one_line(
+    rows: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("model=deepfm", *rows, *SMALL_MODEL)
+    checkpoints = run(*words) / "checkpoints"
+    shutil.rmtree(checkpoints / "last.embeddings")
+    assert main(CONFIGS, [*words, *QUIET, f"ckpt_path={checkpoints / 'last.ckpt'}"]) == 1
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert "last.embeddings" in error
 
 
 def train(*words: str, **options: Any) -> subprocess.Popen[str]:

@@ -41,15 +41,24 @@ def test_what_lightning_says_about_its_settings_is_for_the_user() -> None:
 def test_what_others_raise_below_us_is_a_bug() -> None:
     assert not is_users_mistake(caught(int, "x"))
     assert not is_users_mistake(caught(np.zeros(3).reshape, 2))
-    # Python raises this ValueError in a line of ours: an unpacking that does not fit
-    assert not is_users_mistake(caught(_unpack_in("hetrec/data.py")))
 
 
-def _unpack_in(name: str) -> Callable[[], object]:
-    """A function that pretends to stand in a file of ours, and fails with a ValueError that no ``raise`` threw."""
+@pytest.mark.parametrize(
+    ("line", "ours"),
+    [
+        ("raise ValueError('x')", True),
+        ("raise IndexError('x')", True),
+        ("raise FileNotFoundError('x')", True),
+        ("raise RuntimeError('x')", False),
+        ("a, b = [1]", False),
+        ("[][0]", False),
+        ("open('')", False),
+    ],
+)
+def test_in_a_line_of_ours_only_a_raise_statement_speaks_to_the_user(line: str, ours: bool) -> None:
     space: dict[str, Callable[[], object]] = {}
-    exec(compile("def unpack():\n    a, b = [1]\n", str(REPOSITORY / name), "exec"), space)
-    return space["unpack"]
+    exec(compile(f"def fail():\n    {line}\n", str(REPOSITORY / "hetrec" / "some_file.py"), "exec"), space)
+    assert is_users_mistake(caught(space["fail"])) is ours
 
 
 def test_an_assertion_of_ours_is_a_bug() -> None:
