@@ -1,8 +1,9 @@
 """One rank's bounded cache of hot rows: HET's cache embedding table (VLDB'22, sections 3 and 4).
 
 A batch goes through four calls: ``plan`` finds or makes room for its rows, pins them and cuts the request; the store
-answers it; ``commit`` writes the answer into the slots; ``update`` (or ``release``) unpins them. Between plan and commit of
-one batch, another one may be looked up and updated: what it accumulates stays pending on top of the rows that come back.
+answers it; ``commit`` writes the answer into the slots; ``update`` (or ``release``) unpins them. Between plan and
+commit of one batch, another one may be looked up and updated: what it accumulates stays pending on top of the rows
+that come back.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _PENDING = 4  # int32 column of `meta` (csrc/core/cache_set.h)
 
 @dataclass
 class UniqueRows:
-    """A batch's rows. keys int64 (U,), tables int32 (U,); inverse int32 (N,): position -> row; order int32 (N,) and splits
-    int32 (U + 1,): the positions of each row."""
+    """A batch's rows. keys int64 (U,), tables int32 (U,); inverse int32 (N,): position -> row; order int32 (N,) and
+    splits int32 (U + 1,): the positions of each row."""
 
     keys: Tensor
     tables: Tensor
@@ -155,7 +156,9 @@ class Cache:
         feature_mean: Tensor,
     ) -> Tensor:
         """Pooled rows, float32 (B, F * dim)."""
-        return ops.bag_lookup(self.rows, plan.slots, plan.rows.inverse, bag_of, bag_offsets, weights, feature_mean, self.dim)
+        return ops.bag_lookup(
+            self.rows, plan.slots, plan.rows.inverse, bag_of, bag_offsets, weights, feature_mean, self.dim
+        )
 
     def update_bags(
         self,

@@ -43,11 +43,12 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class EmbeddingOptimizer:
-    """How embedding rows are trained. Semantics are FBGEMM's EXACT optimizers: duplicate keys of a step are summed first.
+    """How embedding rows are trained. Semantics are FBGEMM's EXACT optimizers: duplicate keys of a step are summed
+    first.
 
     Args:
-        name: ``sgd``: w -= lr g. ``adagrad``: m += g^2 per element, w -= lr g / (sqrt(m) + eps). ``rowwise_adagrad``: the
-            same with one m per row, the mean of g^2.
+        name: ``sgd``: w -= lr g. ``adagrad``: m += g^2 per element, w -= lr g / (sqrt(m) + eps).
+            ``rowwise_adagrad``: the same with one m per row, the mean of g^2.
         lr: learning rate the optimizer's "embeddings" parameter group starts with; schedulers change it there.
         eps: added to the root.
         initial_accumulator: where m begins.

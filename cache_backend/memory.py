@@ -1,4 +1,5 @@
-"""Large zeroed host tensors on huge pages: cached rows are visited at random, and small pages cost more than the rows."""
+"""Large zeroed host tensors on huge pages: cached rows are visited at random, and small pages cost more than the
+rows."""
 
 from __future__ import annotations
 

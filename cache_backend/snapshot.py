@@ -1,9 +1,9 @@
 """Snapshots of a store: a folder of Parquet files and a manifest, written whole or not at all.
 
 Rows are ordered by virtual bucket, so a snapshot can be dealt out to any number of shards. Columns: ``bucket`` int32,
-``table`` string, ``key`` int64, ``clock`` int64, ``weight`` and (where the optimizer has one) ``state``, fixed-size lists of
-float32. The manifest comes last and
-carries row counts and SHA-256 checksums; a folder without one is not a snapshot.
+``table`` string, ``key`` int64, ``clock`` int64, ``weight`` and (where the optimizer has one) ``state``, fixed-size
+lists of float32. The manifest comes last and carries row counts and SHA-256 checksums; a folder without one is not a
+snapshot.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ __all__ = ["CacheStats"]
 class CacheStats:
     """Counters since the start. Rows are counted per step and unique row, bytes as payload before any encoding.
 
-    ``wait_s``: seconds a step waited for its exchange. ``overflow``: rows that found their set full of rows in use and went
-    through without being kept.
+    ``wait_s``: seconds a step waited for its exchange. ``overflow``: rows that found their set full of rows in use
+    and went through without being kept.
     """
 
     steps: int = 0

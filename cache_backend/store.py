@@ -90,7 +90,7 @@ class Fetch:
 
 @dataclass
 class ExchangeRequest:
-    """One step's traffic for the tables of one row format; pushes are applied before checks and fetches are answered."""
+    """One step's traffic for the tables of one row format: pushes first, then checks and fetches are answered."""
 
     dim: int
     state_dim: int
@@ -116,8 +116,9 @@ class ExchangeRequest:
 class ExchangeReply:
     """Answers in the request's order.
 
-    rows float32 (n, width), clocks int64 (n,), fresh uint8 (n,): the fetched rows; where ``fresh`` is 1 nobody wrote the
-    row, nothing travelled and ``rows`` and ``clocks`` mean nothing. stale int32 (k,): which checks failed; stale_rows and
+    rows float32 (n, width), clocks int64 (n,), fresh uint8 (n,): the fetched rows; where ``fresh`` is 1 nobody wrote
+    the row, nothing travelled and ``rows`` and ``clocks`` mean nothing. stale int32 (k,): which checks failed;
+    stale_rows and
     stale_clocks: those rows.
     """
 

@@ -16,9 +16,9 @@ __all__ = ["Batch", "FeatureSpec", "SparseFeature", "TableSpec"]
 class TableSpec:
     """One embedding table.
 
-    ``num_embeddings`` is its size: keys are ``0 <= key < num_embeddings``, anything else is an error. ``None`` means the
-    table has no size: every int64 is a key. ``expected_rows`` is a hint for unsized tables (how many distinct keys the
-    data holds, about); nothing but the cache's default size depends on it.
+    ``num_embeddings`` is its size: keys are ``0 <= key < num_embeddings``, anything else is an error. ``None`` means
+    the table has no size: every int64 is a key. ``expected_rows`` is a hint for unsized tables (how many distinct
+    keys the data holds, about); nothing but the cache's default size depends on it.
     """
 
     name: str
@@ -86,8 +86,8 @@ class Batch(Pipelineable):
         dense_features: float32, (B, number of dense columns).
         sparse_features: keys ``spec.sparse_names``; values int64, lengths int32.
         labels: float32, (B,).
-        upcoming: the sparse features of the batches that come next, nearest first (empty at the end of an epoch, or where
-            nobody looks ahead). Their keys let the cache fetch rows before they are needed.
+        upcoming: the sparse features of the batches that come next, nearest first (empty at the end of an epoch, or
+            where nobody looks ahead). Their keys let the cache fetch rows before they are needed.
     """
 
     dense_features: torch.Tensor

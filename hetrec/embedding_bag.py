@@ -60,9 +60,9 @@ class HetEmbeddingBagCollection(nn.Module):
 
     Args:
         tables: TorchRec configs. ``num_embeddings`` 0: a table without size, every int64 is a key; such a config must
-            give ``weight_init_min`` and ``weight_init_max``. Rows begin uniform in that range (TorchRec's default where a
-            table has a size and no range). Pooling sum or mean; a mean divides by the bag's length, also where bags are
-            weighted.
+            give ``weight_init_min`` and ``weight_init_max``. Rows begin uniform in that range (TorchRec's default
+            where a table has a size and no range). Pooling sum or mean; a mean divides by the bag's length, also
+            where bags are weighted.
         is_weighted: whether bags carry weights (the KeyedJaggedTensor's).
 
     Raises:
@@ -162,8 +162,8 @@ class HetEmbeddingBagCollection(nn.Module):
 
         Args:
             features: the batch.
-            upcoming: batches known to come, nearest first. The object that stands here must be the one a later ``begin``
-                gets: identity ties a prefetched plan to its batch.
+            upcoming: batches known to come, nearest first. The object that stands here must be the one a later
+                ``begin`` gets: identity ties a prefetched plan to its batch.
         """
         self._expect_open()
         self._drain(keep=features)
@@ -179,8 +179,8 @@ class HetEmbeddingBagCollection(nn.Module):
             self._ahead = self._plan(upcoming[0])
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Pooled rows; keys are the features' names in the order of the tables that hold them (``feature@table`` where a
-        feature reads several), values float32 (B, sum of dims)."""
+        """Pooled rows; keys are the features' names in the order of the tables that hold them (``feature@table``
+        where a feature reads several), values float32 (B, sum of dims)."""
         self._expect_open()
         if not self.training:
             return self._evaluate(features)
@@ -372,7 +372,7 @@ class _Lookup(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         ctx.part.grads.append(grad.float().contiguous())
         return None, None, None
 
@@ -393,15 +393,16 @@ def _schema(table: EmbeddingBagConfig, optimizer: EmbeddingOptimizer, seed: int)
 def _capacity(
     by_dim: Mapping[int, Sequence[EmbeddingBagConfig]], cache: CacheConfig, expected_rows: Mapping[str, int]
 ) -> dict[int, int]:
-    """Cache rows of each width: the total is shared in proportion to the tables' rows, evenly where these are unknown."""
+    """Cache rows of each width: the total is shared in proportion to the tables' rows, evenly where these are
+    unknown."""
     tables = [table for group in by_dim.values() for table in group]
     size = {table.name: table.num_embeddings or expected_rows.get(table.name, 0) for table in tables}
     unknown = [name for name, rows in size.items() if not rows]
     if cache.fraction is not None:
         if unknown:
             raise ValueError(
-                f"cache.fraction={cache.fraction} is a share of the tables' rows, and nobody knows how many these have: "
-                f"{', '.join(unknown)}. Give cache.rows instead"
+                f"cache.fraction={cache.fraction} is a share of the tables' rows, and nobody knows how many these "
+                f"have: {', '.join(unknown)}. Give cache.rows instead"
             )
         return {dim: max(1, round(cache.fraction * sum(size[t.name] for t in group))) for dim, group in by_dim.items()}
     rows = cache.rows if cache.rows is not None else DEFAULT_CACHE_ROWS

@@ -43,8 +43,8 @@ def check_features(features: KeyedJaggedTensor, is_weighted: bool) -> None:
 
 @dataclass
 class Bags:
-    """One group's bags. offsets int64 (F * B + 1), feature-major; weights float32 (N,) or None; bag_of int32 (N,), the bag of
-    each position, or None where bag i is position i."""
+    """One group's bags. offsets int64 (F * B + 1), feature-major; weights float32 (N,) or None; bag_of int32 (N,),
+    the bag of each position, or None where bag i is position i."""
 
     offsets: Tensor
     weights: Tensor | None

@@ -41,8 +41,8 @@ class LocalStore:
             if (have.dim, have.state_dim) != (schema.dim, schema.state_dim):
                 raise ValueError(
                     f"table {schema.name!r} holds rows of {have.dim} weights and {have.state_dim} optimizer values; "
-                    f"{schema.dim} and {schema.state_dim} were asked for. Use the embedding dimension and optimizer it was "
-                    f"made with, or another store"
+                    f"{schema.dim} and {schema.state_dim} were asked for. Use the embedding dimension and optimizer it "
+                    f"was made with, or another store"
                 )
         for schema in schemas:
             if schema.name not in known:
@@ -79,9 +79,9 @@ class LocalStore:
         for mine, theirs in zip(self._schemas, schemas, strict=False):
             if (mine.dim, mine.state_dim) != (theirs.dim, theirs.state_dim):
                 raise ValueError(
-                    f"snapshot {path}: table {mine.name!r} has {theirs.dim} weights and {theirs.state_dim} optimizer values a "
-                    f"row, but {mine.dim} and {mine.state_dim} are expected here; use the embedding dimension and optimizer "
-                    f"of the run that wrote it"
+                    f"snapshot {path}: table {mine.name!r} has {theirs.dim} weights and {theirs.state_dim} optimizer "
+                    f"values a row, but {mine.dim} and {mine.state_dim} are expected here; use the embedding dimension "
+                    f"and optimizer of the run that wrote it"
                 )
         groups: dict[tuple[int, int], EmbeddingTable] = {}
         for i, schema in enumerate(schemas):

@@ -1,12 +1,16 @@
 // The set-associative cache's logic: 32 ways a set, found by a one-byte tag, evicted by the lowest priority.
 //
-// Eviction rule: the way with the lowest priority goes; ties go to the lowest way. An empty way has priority kEmpty, below
-// every row. A pinned row (some batch in flight uses it) carries kPinned in its priority, above every unpinned one: when
-// the lowest priority of a set is a pinned one, nothing can be evicted and the newcomer overflows. LRU's priority is the
-// number of the batch that used the row last.
+// Eviction rule: the way with the lowest priority goes; ties go to the lowest way. An empty way has priority kEmpty,
+// below every row. A pinned row (some batch in flight uses it) carries kPinned in its priority, above every unpinned
+// one: when the lowest priority of a set is a pinned one, nothing can be evicted and the newcomer overflows. LRU's
+// priority is the number of the batch that used the row last.
 #pragma once
 
 #include <cstdint>
+
+#if defined(__SSE2__) && !defined(__CUDA_ARCH__)
+#include <emmintrin.h>
+#endif
 
 #include "hd.h"
 
@@ -29,9 +33,18 @@ static_assert(sizeof(SlotMeta) == 32);
 
 // Ways of a set whose tag equals `tag`, one bit each.
 HETREC_HD uint32_t match_tags(const uint8_t* tags, uint8_t tag) {
+#if defined(__SSE2__) && !defined(__CUDA_ARCH__)
+  const __m128i wanted = _mm_set1_epi8(static_cast<char>(tag));
+  const auto half = [&](const uint8_t* at) {
+    const __m128i ways = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+    return static_cast<uint32_t>(_mm_movemask_epi8(_mm_cmpeq_epi8(ways, wanted)));
+  };
+  return half(tags) | half(tags + 16) << 16;
+#else
   uint32_t mask = 0;
   for (int way = 0; way < kWays; ++way) mask |= static_cast<uint32_t>(tags[way] == tag) << way;
   return mask;
+#endif
 }
 
 // The way to evict, or -1 when every row is pinned. Priorities stay below 2^57, so that the way fits beneath them.

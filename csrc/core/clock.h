@@ -1,5 +1,6 @@
-// HET's clock rules (Miao et al., VLDB'22, sections 3.2 and 4). c_g: a row's global clock at the server; c_s, c_c: start
-// and current clock of a replica. c_c = c_s + pending, where pending counts the updates since the row was last fetched.
+// HET's clock rules (Miao et al., VLDB'22, sections 3.2 and 4). c_g: a row's global clock at the server; c_s, c_c:
+// start and current clock of a replica. c_c = c_s + pending, where pending counts the updates since the row was last
+// fetched.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +26,8 @@ HETREC_HD bool write_is_fresh(int64_t pending, int64_t to_come, int64_t stalenes
 }
 
 // Second half, decided by the server: c_g <= c_c + s.
-HETREC_HD bool read_is_fresh(int64_t global, int64_t current, int64_t staleness) { return global - current <= staleness; }
+HETREC_HD bool read_is_fresh(int64_t global, int64_t current, int64_t staleness) {
+  return global - current <= staleness;
+}
 
 }  // namespace hetrec

@@ -18,7 +18,8 @@ HETREC_HD uint64_t mix64(uint64_t x) {
 }
 
 HETREC_HD uint64_t hash_row(int32_t table, int64_t key) {
-  return mix64(static_cast<uint64_t>(key) ^ (static_cast<uint64_t>(static_cast<uint32_t>(table)) + 1) * 0x9e3779b97f4a7c15ULL);
+  return mix64(static_cast<uint64_t>(key) ^
+               (static_cast<uint64_t>(static_cast<uint32_t>(table)) + 1) * 0x9e3779b97f4a7c15ULL);
 }
 
 // The hash's bits are dealt out so that users of one row's hash stay independent:

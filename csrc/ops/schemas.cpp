@@ -2,7 +2,8 @@
 //
 // Shapes: N positions (keys of a batch, duplicates included), U unique rows, F features, B samples, D weights a row,
 // R = D + optimizer state, S = slots of the cache (a multiple of 32), S' = S + spill rows.
-//   tags uint8 (S), priority int64 (S), meta int64 (S', 4) (see core/cache_set.h), rows float32 (S', 2, R): values, deltas.
+//   tags uint8 (S), priority int64 (S), meta int64 (S', 4) (see core/cache_set.h), rows float32 (S', 2, R): values,
+//   deltas.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(hetrec, m) {

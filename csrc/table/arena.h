@@ -1,5 +1,5 @@
-// Memory for a table's rows and indices: bump allocation from large slabs backed by huge pages, because rows are visited at
-// random and with small pages most of that time is spent walking page tables.
+// Memory for a table's rows and indices: bump allocation from large slabs backed by huge pages, because rows are
+// visited at random and with small pages most of that time is spent walking page tables.
 #pragma once
 
 #include <sys/mman.h>

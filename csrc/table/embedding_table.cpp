@@ -6,7 +6,7 @@
 namespace hetrec {
 
 namespace {
-constexpr int64_t kBlock = 32;      // rows in flight while prefetching
+constexpr int64_t kBlock = 32;        // rows in flight while prefetching
 constexpr uint32_t kFirstIndex = 16;  // index entries of a bucket's first allocation
 constexpr int64_t kCacheLine = 64;
 }  // namespace
@@ -38,7 +38,8 @@ void EmbeddingTable::check_declared(int64_t n, const int32_t* tables) const {
   for (int64_t i = 0; i < n; ++i) {
     const auto table = static_cast<size_t>(tables[i]);
     if (tables[i] < 0 || table >= declared_.size() || !declared_[table]) {
-      throw std::out_of_range("table id " + std::to_string(tables[i]) + " was not opened; open() it before the exchange");
+      throw std::out_of_range("table id " + std::to_string(tables[i]) +
+                              " was not opened; open() it before the exchange");
     }
   }
 }

@@ -1,8 +1,8 @@
 // The server-side table: rows of one width, hashed by (table id, key), with optimizer state and a clock each.
 //
-// Rows live in 4096 virtual buckets (the unit of snapshots and of sharding). A bucket is a small open-addressing index over
-// rows kept in chunks, so growth moves a few thousand index entries at a time and never a row. Only rows that somebody
-// pushed exist; every other row is "fresh": its value follows from (seed, key) alone and costs no memory.
+// Rows live in 4096 virtual buckets (the unit of snapshots and of sharding). A bucket is a small open-addressing index
+// over rows kept in chunks, so growth moves a few thousand index entries at a time and never a row. Only rows that
+// somebody pushed exist; every other row is "fresh": its value follows from (seed, key) alone and costs no memory.
 #pragma once
 
 #include <cstdint>

@@ -38,7 +38,8 @@ T* checked(const Mat<T>& m, const char* name, size_t n, int64_t width) {
 
 void push(EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int64_t> keys, Vec<const int64_t> start_clocks,
           Vec<const int64_t> clocks, Mat<const float> deltas, const std::string& rule) {
-  if (rule != "lamport" && rule != "sum") throw std::invalid_argument("unknown clock rule '" + rule + "'; lamport or sum");
+  if (rule != "lamport" && rule != "sum")
+    throw std::invalid_argument("unknown clock rule '" + rule + "'; lamport or sum");
   const size_t n = keys.shape(0);
   const hetrec::PushView view{static_cast<int64_t>(n),
                               checked(tables, "tables", n),
@@ -53,12 +54,9 @@ void push(EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int64_t> ke
 void fetch(const EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int64_t> keys, Mat<float> rows,
            Vec<int64_t> clocks, Vec<uint8_t> fresh) {
   const size_t n = keys.shape(0);
-  const hetrec::FetchView view{static_cast<int64_t>(n),
-                               checked(tables, "tables", n),
-                               keys.data(),
-                               checked(rows, "rows", n, self.width()),
-                               checked(clocks, "clocks", n),
-                               checked(fresh, "fresh", n)};
+  const hetrec::FetchView view{
+      static_cast<int64_t>(n),      checked(tables, "tables", n), keys.data(), checked(rows, "rows", n, self.width()),
+      checked(clocks, "clocks", n), checked(fresh, "fresh", n)};
   const nb::gil_scoped_release release;
   self.fetch(view);
 }

@@ -10,7 +10,8 @@
 namespace hetrec {
 namespace {
 
-// A pooled batch: bag i belongs to feature i / samples and sample i % samples; its output lies at (sample, feature * dim).
+// A pooled batch: bag i belongs to feature i / samples and sample i % samples; its output lies at (sample, feature *
+// dim).
 struct Bags {
   const int64_t* offsets;
   const float* weights;  // per position, or null
@@ -27,8 +28,9 @@ struct Bags {
         samples(mean_t.numel() == 0 ? 0 : (offsets_t.numel() - 1) / mean_t.numel()),
         features(mean_t.numel()),
         single(!bag_of_t.has_value() && !weights_t.has_value()) {
-    STD_TORCH_CHECK(offsets_t.numel() == samples * features + 1, "bag_offsets must have features x samples + 1 entries, got ",
-                    offsets_t.numel(), " for ", features, " features");
+    STD_TORCH_CHECK(offsets_t.numel() == samples * features + 1,
+                    "bag_offsets must have features x samples + 1 entries, got ", offsets_t.numel(), " for ", features,
+                    " features");
   }
 
   // TorchRec's rule: mean divides by the bag's length, also where it is weighted.
@@ -38,7 +40,8 @@ struct Bags {
   }
 };
 
-// kDim > 0: the width is known to the compiler. Bags of one key, unweighted, are the common case (`bags.single`): a copy.
+// kDim > 0: the width is known to the compiler. Bags of one key, unweighted, are the common case (`bags.single`): a
+// copy.
 template <int kDim>
 void lookup(const float* rows, int64_t stride, const int64_t* slots, const int32_t* inverse, const Bags& bags,
             int64_t runtime_dim, float* out) {
@@ -125,8 +128,9 @@ struct Gradients {
   template <int kDim, typename Use>
   void for_each(int64_t runtime_dim, Use use) const {
     const int64_t dim = kDim > 0 ? kDim : runtime_dim;
-    std::vector<float> sum_buffer(static_cast<size_t>(dim));
-    float* __restrict__ sum = sum_buffer.data();
+    alignas(64) float known[kDim > 0 ? kDim : 1];
+    std::vector<float> unknown(kDim > 0 ? 0 : static_cast<size_t>(dim));
+    float* __restrict__ sum = kDim > 0 ? known : unknown.data();
     const int64_t n = splits[n_unique];
     // Gradients are visited at random: where the next ones lie is worked out, and fetched, kAhead positions early.
     struct Source {

@@ -16,7 +16,8 @@ class Inits {
       : seeds_(data<const int64_t>(seeds, "init_seeds")),
         values_(data<const float>(values, "init_values")),
         n_(seeds.numel()) {
-    STD_TORCH_CHECK(values.dim() == 2 && values.size(0) == n_ && values.size(1) == 3, "init_values must be (tables, 3)");
+    STD_TORCH_CHECK(values.dim() == 2 && values.size(0) == n_ && values.size(1) == 3,
+                    "init_values must be (tables, 3)");
   }
   RowInit at(int32_t table) const {
     STD_TORCH_CHECK(table >= 0 && table < n_, "table id ", table, " has no initial rows; ", n_, " tables are known");
@@ -63,7 +64,10 @@ void cache_commit(Tensor meta_t, Tensor rows_t, const Tensor& slots_t, int64_t i
                   "a reply must hold one row, clock and fresh flag a slot (", n, ")");
   std::vector<float> made(static_cast<size_t>(width));
   for (int64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) slots.prefetch(slot_of[i + kAhead]);
+    if (i + kAhead < n) {
+      __builtin_prefetch(slots.meta + slot_of[i + kAhead], 1);
+      prefetch_floats<1>(slots.values(slot_of[i + kAhead]), width);
+    }
     SlotMeta& meta = slots.meta[slot_of[i]];
     const float* row = reply + i * width;
     float* values = slots.values(slot_of[i]);

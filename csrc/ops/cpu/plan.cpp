@@ -173,7 +173,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     const int64_t a = spilled.keys.numel(), b = push.keys.numel();
     Push both{empty<int64_t>({a + b}), empty<int32_t>({a + b}), empty<int64_t>({a + b}), empty<int64_t>({a + b}),
               empty<float>({a + b, slots.width})};
-    const auto join = [&](Tensor Push::*field) {
+    const auto join = [&](Tensor Push::* field) {
       for (auto [from, start] : {std::pair{&spilled, int64_t{0}}, std::pair{&push, a}}) {
         Tensor part = torch::stable::narrow(both.*field, 0, start, (from->*field).size(0));
         torch::stable::copy_(part, from->*field);

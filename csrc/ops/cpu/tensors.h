@@ -24,10 +24,19 @@ constexpr torch::headeronly::ScalarType scalar_type() {
   if constexpr (std::is_same_v<U, uint8_t>) return ScalarType::Byte;
 }
 
+template <typename T>
+constexpr const char* type_name() {
+  using U = std::remove_const_t<T>;
+  if constexpr (std::is_same_v<U, float>) return "float32";
+  if constexpr (std::is_same_v<U, int64_t>) return "int64";
+  if constexpr (std::is_same_v<U, int32_t>) return "int32";
+  if constexpr (std::is_same_v<U, uint8_t>) return "uint8";
+}
+
 // The tensor's data as `T`; const T for what is only read.
 template <typename T>
 T* data(const Tensor& tensor, const char* name) {
-  STD_TORCH_CHECK(tensor.scalar_type() == scalar_type<T>(), name, " has another dtype than its op expects");
+  STD_TORCH_CHECK(tensor.scalar_type() == scalar_type<T>(), name, " must be ", type_name<T>());
   STD_TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous");
   if constexpr (std::is_const_v<T>) {
     return static_cast<T*>(tensor.const_data_ptr());

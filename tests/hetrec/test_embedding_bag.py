@@ -1,0 +1,416 @@
+"""The collection against plain torch: training through any cache is training without one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from bags import PlainBags, batch, opened, random_batch, stored_rows, table
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+
+from cache_backend import CacheConfig, EmbeddingOptimizer, ExchangeReply, ExchangeRequest, LocalStore
+from hetrec import HetEmbeddingBagCollection
+
+# After 25 steps at lr 0.1 on values of about 1. Against float64 the error is that of float32 arithmetic; the float32
+# reference rounds in another order, so it gets the same room.
+TOLERANCE = {torch.float64: 5e-6, torch.float32: 5e-6}
+
+OPTIMIZERS = [
+    EmbeddingOptimizer("sgd", lr=0.1),
+    EmbeddingOptimizer("adagrad", lr=0.1, initial_accumulator=0.1),
+    EmbeddingOptimizer("rowwise_adagrad", lr=0.1),
+]
+
+
+def train(
+    collection: HetEmbeddingBagCollection,
+    plain: PlainBags,
+    batches: list[KeyedJaggedTensor],
+    lookahead: bool,
+    lr: float = 0.1,
+) -> None:
+    collection.train()
+    for i, features in enumerate(batches):
+        collection.begin(features, batches[i + 1 : i + 2] if lookahead else ())
+        out, expected = collection(features).values(), plain(features)
+        torch.testing.assert_close(out.to(expected.dtype), expected, rtol=0, atol=TOLERANCE[expected.dtype])
+        for pooled in (out, expected):
+            target = torch.sin(torch.arange(pooled.numel()).view_as(pooled) + i).to(pooled.dtype)
+            (0.05 * (pooled - target).square().sum()).backward()
+        collection.step(lr)
+        plain.step(lr)
+    collection.flush()
+    for config in plain.configs:
+        expected = plain.weights[config.name].detach()
+        got = stored_rows(collection, config).to(expected.dtype)
+        torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[expected.dtype])
+
+
+def tables_of_every_kind() -> list[EmbeddingBagConfig]:
+    """Sum and mean side by side, two widths, a table read by two features, a feature that reads two tables."""
+    return [
+        table("a", ["x", "y"], dim=4),
+        table("b", ["z"], dim=6, pooling=PoolingType.MEAN),
+        table("c", ["z", "w"], dim=4, pooling=PoolingType.MEAN),
+    ]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("lookahead", [False, True], ids=["inline", "lookahead"])
+@pytest.mark.parametrize(("staleness", "rows"), [(0, 64), (0, 1000), (1, 64), (3, 96), (100, 64), (100, 1000)])
+def test_training_through_the_cache_is_training_without_one(
+    optimizer: EmbeddingOptimizer, dtype: torch.dtype, lookahead: bool, staleness: int, rows: int
+) -> None:
+    """64 rows for two widths: 32 each, fewer than a batch has unique keys."""
+    generator = torch.Generator().manual_seed(staleness * 1000 + rows)
+    collection = opened(tables_of_every_kind(), optimizer, CacheConfig(rows=rows, staleness=staleness))
+    batches = [random_batch(["x", "y", "z", "w"], 24, 60, generator) for _ in range(25)]
+    train(collection, PlainBags(collection, optimizer, dtype), batches, lookahead)
+    stats = collection.stats()
+    assert stats.steps == 25
+    assert (stats.overflow > 0) == (rows < 100)
+    assert (stats.hits > 0) == (staleness > 0)  # at s = 0 every row was updated at its last use
+    assert stats.unique == stats.hits + stats.misses + stats.stale
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
+@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN], ids=["sum", "mean"])
+def test_weighted_bags(optimizer: EmbeddingOptimizer, pooling: PoolingType) -> None:
+    generator = torch.Generator().manual_seed(5)
+    collection = opened([table("t", ["x", "y"], pooling=pooling)], optimizer, is_weighted=True)
+    batches = [random_batch(["x", "y"], 16, 60, generator, is_weighted=True) for _ in range(15)]
+    train(collection, PlainBags(collection, optimizer, torch.float64), batches, lookahead=True)
+
+
+def test_bag_weights_count_in_training_and_in_evaluation() -> None:
+    """Row i = [i, i, i, i], ids [1, 2], weights [10, 100]: 210 everywhere."""
+    collection = opened([table("t", ["x"])], EmbeddingOptimizer("sgd"), is_weighted=True)
+    features = batch(["x"], [[1, 2]], weights=[10.0, 100.0])
+    every = batch(["x"], [[i] for i in range(3)], weights=[1.0] * 3)
+    rows = stored_rows(collection, collection.embedding_bag_configs()[0])[:3]
+    wanted = torch.arange(3.0)[:, None].expand(3, 4)
+    collection(every).values().backward(rows - wanted)  # one step of SGD at lr 1 moves row i to [i, i, i, i]
+    collection.step(lr=1.0)
+    expected = torch.full((1, 4), 210.0)
+    torch.testing.assert_close(collection(features).values().detach(), expected, rtol=1e-5, atol=0)
+    collection.discard()
+    collection.flush()
+    collection.eval()
+    torch.testing.assert_close(collection(features).values(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dim", [1, 5, 16, 17, 32, 128])
+@pytest.mark.parametrize("single", [True, False], ids=["single-key", "multi-key"])
+def test_every_width_and_bag_shape(dim: int, single: bool) -> None:
+    optimizer = EmbeddingOptimizer("rowwise_adagrad", lr=0.1)
+    generator = torch.Generator().manual_seed(dim)
+    collection = opened([table("t", ["x", "y"], dim=dim)], optimizer, CacheConfig(rows=32, staleness=2))
+    batches = []
+    for _ in range(8):
+        features = random_batch(["x", "y"], 20, 60, generator)
+        if single:
+            values = torch.randint(0, 60, (40,), generator=generator)
+            features = KeyedJaggedTensor(["x", "y"], values, lengths=torch.ones(40, dtype=torch.int32))
+        batches.append(features)
+    train(collection, PlainBags(collection, optimizer, torch.float64), batches, lookahead=True)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
+def test_duplicates_make_one_update_with_the_summed_gradient(optimizer: EmbeddingOptimizer) -> None:
+    collection = opened([table("t", ["x"])], optimizer)
+    plain = PlainBags(collection, optimizer, torch.float64)
+    train(collection, plain, [batch(["x"], [[3], [3], [3]]), batch(["x"], [[3, 3, 3]])], lookahead=False)
+    assert collection.stats().unique == 2
+
+
+def test_gradients_of_all_features_of_a_table_are_summed_before_the_step() -> None:
+    optimizer = EmbeddingOptimizer("adagrad", lr=0.1)
+    collection = opened([table("t", ["x", "y", "z"])], optimizer)
+    plain = PlainBags(collection, optimizer, torch.float64)
+    train(collection, plain, [batch(["x", "y", "z"], [[7], [7], [7]])] * 3, lookahead=False)
+
+
+def test_empty_features_and_empty_batches() -> None:
+    optimizer = EmbeddingOptimizer("adagrad", lr=0.1)
+    collection = opened(tables_of_every_kind(), optimizer)
+    names = ["x", "y", "z", "w"]
+    batches = [
+        batch(names, [[1], [], [2, 3], [], [], [], [4], [5]]),  # z is empty throughout
+        batch(names, [[]] * 8),  # nothing at all
+        batch(names, [[1], [2], [3], [4], [1], [2], [3], [4]]),
+    ]
+    train(collection, PlainBags(collection, optimizer, torch.float64), batches, lookahead=True)
+    before = stored_rows(collection, collection.embedding_bag_configs()[0])
+    none = batch(names, [])
+    for training in (True, False):
+        collection.train(training)
+        out = collection(none).values()
+        assert out.shape == (0, 2 * 4 + 6 + 2 * 4)
+    collection.train()
+    collection(none).values().sum().backward()
+    collection.step(lr=0.1)
+    collection.flush()
+    assert torch.equal(stored_rows(collection, collection.embedding_bag_configs()[0]), before)
+
+
+def test_output_follows_torchrec() -> None:
+    """Names, widths and order are those of TorchRec's own collection, also for a batch in another order."""
+    configs = tables_of_every_kind()
+    theirs = EmbeddingBagCollection(tables=configs)
+    collection = opened(configs)
+    with torch.no_grad():
+        for config in configs:
+            theirs.embedding_bags[config.name].weight.copy_(stored_rows(collection, config))
+    features = random_batch(["w", "unused", "x", "z", "y"], 9, 60, torch.Generator().manual_seed(1))
+    expected = theirs(features)
+    for training in (True, False):
+        out = collection.train(training)(features)
+        assert out.keys() == expected.keys()
+        assert out.length_per_key() == expected.length_per_key()
+        torch.testing.assert_close(out.values(), expected.values(), rtol=0, atol=1e-6)
+
+
+MALFORMED = {
+    "more keys than lengths": (KeyedJaggedTensor(["x"], torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 1])),
+                               ValueError, "lengths sum to 2, but there are 3 keys"),
+    "more lengths than keys": (KeyedJaggedTensor(["x"], torch.tensor([1]), lengths=torch.tensor([1, 1])), ValueError,
+                               "lengths sum to 2, but there are 1 keys"),
+    "a negative length": (KeyedJaggedTensor(["x"], torch.tensor([1, 2]), lengths=torch.tensor([3, -1])), ValueError,
+                          "length -1"),
+    "offsets that go back": (KeyedJaggedTensor(["x"], torch.tensor([1, 2]), offsets=torch.tensor([0, 3, 2])),
+                             ValueError, "length -1"),
+    "keys that are no integers": (KeyedJaggedTensor(["x"], torch.tensor([1.0]), lengths=torch.tensor([1])), TypeError,
+                                  "keys must be int64 or int32, got torch.float32"),
+    "a feature that is absent": (KeyedJaggedTensor(["y"], torch.tensor([1]), lengths=torch.tensor([1])), KeyError,
+                                 "no feature 'x'; it has: y"),
+    "a key equal to the size": (KeyedJaggedTensor(["x"], torch.tensor([3, 10]), lengths=torch.tensor([1, 1])),
+                                IndexError, r"table 't' has 10 rows \(keys 0 to 9\), but feature 'x' has key 10"),
+    "a negative key": (KeyedJaggedTensor(["x"], torch.tensor([-1]), lengths=torch.tensor([1])), IndexError, "key -1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_malformed_batches_are_refused_before_anything_is_read(kind: str, training: bool) -> None:
+    features, error, message = MALFORMED[kind]
+    collection = opened([table("t", ["x"], rows=10)])
+    good = batch(["x"], [[1], [2]])
+    collection(good).values().sum().backward()
+    collection.step(lr=0.1)
+    collection.flush()
+    before = stored_rows(collection, collection.embedding_bag_configs()[0])
+    collection.train(training)
+    with pytest.raises(error, match=message):
+        collection(features)
+    collection.train()
+    collection.flush()
+    assert torch.equal(stored_rows(collection, collection.embedding_bag_configs()[0]), before)
+    collection(good).values().sum().backward()  # and training goes on
+    collection.step(lr=0.1)
+
+
+def test_weights_are_asked_for() -> None:
+    collection = opened([table("t", ["x"])], is_weighted=True)
+    with pytest.raises(ValueError, match="the batch has no weights"):
+        collection(batch(["x"], [[1]]))
+
+
+def test_a_table_without_size_takes_every_key() -> None:
+    collection = opened([table("t", ["x"], rows=0)])
+    keys = [0, -1, 2**63 - 1, -(2**63), 67_108_864 * 32]
+    features = batch(["x"], [[key] for key in keys])
+    initial = collection(features).values().detach().clone()
+    assert len(initial.unique(dim=0)) == len(keys)
+    collection(features).values().backward(torch.ones(len(keys), 4))
+    collection.step(lr=0.5)
+    collection.flush()
+    collection.eval()
+    torch.testing.assert_close(collection(features).values(), initial - 0.5, rtol=0, atol=1e-6)
+
+
+def test_evaluation_changes_nothing() -> None:
+    """Neither rows, clocks nor the order of eviction; unknown keys get their first row."""
+    collection = opened([table("t", ["x"], rows=0)], cache=CacheConfig(rows=32, staleness=5))
+    seen, unseen = batch(["x"], [[i] for i in range(40)]), batch(["x"], [[i] for i in range(1000, 1100)])
+    initial = collection.eval()(unseen).values().clone()
+    collection.train()
+    for _ in range(2):
+        collection(seen).values().sum().backward()
+        collection.step(lr=0.1)
+    collection.flush()
+    (group,) = collection._groups
+    cache, store = group.cache, collection._store
+    state = [t.clone() for t in (cache.tags, cache.priority, cache.meta, cache.rows)]
+    stats, stored = collection.stats(), store.stats()
+    collection.eval()
+    assert torch.equal(collection(unseen).values(), initial)
+    collection(seen)
+    for before, after in zip(state, (cache.tags, cache.priority, cache.meta, cache.rows), strict=True):
+        assert torch.equal(before, after)
+    assert collection.stats() == stats
+    assert store.stats() == stored
+
+
+@pytest.mark.parametrize("overlap", [0, 16, 32])
+def test_rows_in_use_are_never_evicted_by_prefetch(overlap: int) -> None:
+    """A cache of exactly one batch: the prefetched batch must not take the current one's rows away."""
+    optimizer = EmbeddingOptimizer("sgd", lr=0.1)
+    collection = opened([table("t", ["x"], rows=100)], optimizer, CacheConfig(rows=32))
+    first, second = list(range(32)), list(range(32 - overlap, 64 - overlap))
+    batches = [batch(["x"], [[k] for k in keys]) for keys in (first, second, first, second)]
+    train(collection, PlainBags(collection, optimizer, torch.float64), batches, lookahead=True)
+    assert collection.stats().overflow >= 32 - overlap
+
+
+@pytest.mark.parametrize("all_miss", [True, False])
+def test_all_rows_miss_or_none(all_miss: bool) -> None:
+    optimizer = EmbeddingOptimizer("adagrad", lr=0.1)
+    collection = opened([table("t", ["x"], rows=600)], optimizer, CacheConfig(rows=10_000))
+    batches = [batch(["x"], [[(100 * i if all_miss else 0) + j] for j in range(100)]) for i in range(6)]
+    train(collection, PlainBags(collection, optimizer, torch.float64), batches, lookahead=True)
+    stats = collection.stats()
+    assert stats.misses == (600 if all_miss else 100)
+    assert stats.hits == (0 if all_miss else 500)
+
+
+def test_a_batch_of_criteo_size_through_a_small_cache() -> None:
+    """2,048 samples of 26 features through 1,000 rows: identical to a cache that holds everything, and counted."""
+    generator = torch.Generator().manual_seed(0)
+    names = [f"c{i}" for i in range(26)]
+    values = [(torch.rand(2048 * 26, generator=generator) ** 4 * 40_000).long() for _ in range(4)]
+    results = []
+    for rows in (1_000, 200_000):
+        collection = opened([table("t", names, rows=40_000)], OPTIMIZERS[2], CacheConfig(rows=rows))
+        batches = [KeyedJaggedTensor(names, v, lengths=torch.ones(2048 * 26, dtype=torch.int32)) for v in values]
+        for i, features in enumerate(batches):
+            collection.begin(features, batches[i + 1 : i + 2])
+            (collection(features).values() - 0.1).square().sum().backward()
+            collection.step(lr=0.1)
+        stats = collection.stats()
+        collection.flush()
+        results.append((stored_rows(collection, collection.embedding_bag_configs()[0]), stats))
+    (small, small_stats), (large, large_stats) = results
+    torch.testing.assert_close(small, large, rtol=0, atol=1e-6)
+    assert small_stats.unique == large_stats.unique > 4 * 10_000
+    assert small_stats.overflow > 4 * 9_000
+    assert large_stats.overflow == 0
+
+
+def test_accumulated_gradients_make_one_step() -> None:
+    """Two batches and one step are one batch of both, also where a row is in both and the cache is too small."""
+    for optimizer, rows in itertools.product(OPTIMIZERS, (32, 1000)):
+        collection = opened([table("t", ["x"])], optimizer, CacheConfig(rows=rows, staleness=0))
+        plain = PlainBags(collection, optimizer, torch.float64)
+        parts = [batch(["x"], [[k] for k in keys]) for keys in (range(40), range(20, 60))]
+        for _ in range(3):
+            for features in parts:
+                collection(features).values().square().sum().backward()
+                plain(features).square().sum().backward()
+            collection.step(lr=0.1)
+            plain.step(0.1)
+        collection.flush()
+        got = stored_rows(collection, collection.embedding_bag_configs()[0])
+        torch.testing.assert_close(got.double(), plain.weights["t"].detach(), rtol=0, atol=5e-6)
+
+
+def test_a_skipped_step_leaves_rows_and_clocks() -> None:
+    collection = opened([table("t", ["x"])], cache=CacheConfig(rows=32))
+    features = batch(["x"], [[k] for k in range(50)])
+    before = stored_rows(collection, collection.embedding_bag_configs()[0])
+    collection(features).values().sum().backward()
+    collection.discard()
+    collection.flush()
+    assert torch.equal(stored_rows(collection, collection.embedding_bag_configs()[0]), before)
+    assert collection._store.stats().rows == 0
+    pins = collection._groups[0].cache.meta.view(torch.int32)[:, 6]
+    assert (pins == 0).all()
+
+
+def test_a_prefetched_batch_that_does_not_come() -> None:
+    optimizer = EmbeddingOptimizer("sgd", lr=0.1)
+    collection = opened([table("t", ["x"])], optimizer, CacheConfig(rows=32))
+    plain = PlainBags(collection, optimizer, torch.float64)
+    first, announced, other = (batch(["x"], [[k] for k in keys]) for keys in (range(20), range(20, 60), range(10, 30)))
+    for features, upcoming in ((first, [announced]), (other, [announced]), (first, [])):
+        collection.begin(features, upcoming)
+        collection(features).values().square().sum().backward()
+        plain(features).square().sum().backward()
+        collection.step(lr=0.1)
+        plain.step(0.1)
+    collection.flush()
+    got = stored_rows(collection, collection.embedding_bag_configs()[0])
+    torch.testing.assert_close(got.double(), plain.weights["t"].detach(), rtol=0, atol=5e-6)
+
+
+def test_gradients_are_a_mean_over_ranks() -> None:
+    moved = []
+    for world_size in (1, 4):
+        collection = opened([table("t", ["x"])], world_size=world_size)
+        before = stored_rows(collection, collection.embedding_bag_configs()[0])
+        collection(batch(["x"], [[1, 2], [2]])).values().sum().backward()
+        collection.step(lr=1.0)
+        collection.flush()
+        moved.append(stored_rows(collection, collection.embedding_bag_configs()[0]) - before)
+    torch.testing.assert_close(moved[0], moved[1] * 4, rtol=1e-5, atol=1e-7)
+    assert moved[0][2, 0] == pytest.approx(-2.0)
+
+
+class Flaky(LocalStore):
+    """A store whose next exchange fails when told so."""
+
+    fail_before = False
+
+    def exchange(self, request: ExchangeRequest) -> ExchangeReply:
+        if self.fail_before:
+            self.fail_before = False
+            raise ConnectionError("the store is not there")
+        return super().exchange(request)
+
+
+def test_a_failed_exchange_is_repeated_without_loss() -> None:
+    store = Flaky()
+    collection = opened([table("t", ["x"], rows=200)], store=store)
+    first, second = batch(["x"], [[k] for k in range(100)]), batch(["x"], [[k] for k in range(50, 150)])
+    before = stored_rows(collection, collection.embedding_bag_configs()[0])
+    for features, upcoming in ((first, [second]), (second, [])):
+        try:
+            collection.begin(features, upcoming)
+        except ConnectionError:
+            collection.begin(features, upcoming)
+        store.fail_before = features is first
+        collection(features).values().sum().backward()
+        collection.step(lr=1.0)
+    collection.flush()
+    moved = stored_rows(collection, collection.embedding_bag_configs()[0]) - before
+    expected = torch.zeros(200)
+    expected[:100] -= 1
+    expected[50:150] -= 1
+    torch.testing.assert_close(moved, expected[:, None].expand(200, 4), rtol=0, atol=1e-5)
+
+
+def test_life_cycle_errors() -> None:
+    collection = HetEmbeddingBagCollection([table("t", ["x"])])
+    with pytest.raises(RuntimeError, match="not open"):
+        collection(batch(["x"], [[1]]))
+    assert list(collection.parameters()) == list(collection.buffers()) == []
+    collection = opened([table("t", ["x"])])
+    with pytest.raises(RuntimeError, match="already open"):
+        collection.open(collection._store, CacheConfig(), EmbeddingOptimizer())
+    collection.close()
+    collection.close()
+    assert not collection.is_open
+    with pytest.raises(ValueError, match="more than once: t"):
+        HetEmbeddingBagCollection([table("t", ["x"]), table("t", ["y"])])
+    with pytest.raises(ValueError, match=r"cache\.fraction=0\.1 .* nobody knows how many these have: t"):
+        opened([table("t", ["x"], rows=0)], cache=CacheConfig(fraction=0.1))
+
+
+def test_cache_size_is_a_share_of_the_rows() -> None:
+    tables = [table("a", ["x"], rows=64_000, dim=4), table("b", ["y"], rows=32_000, dim=8)]
+    collection = opened(tables, cache=CacheConfig(fraction=0.1))
+    assert [group.cache.capacity for group in collection._groups] == [6_400, 3_200]
+    unsized = HetEmbeddingBagCollection([table("t", ["x"], rows=0)])
+    unsized.open(LocalStore(), CacheConfig(fraction=0.5), EmbeddingOptimizer(), expected_rows={"t": 6_400})
+    assert unsized._groups[0].cache.capacity == 3_200
