@@ -2,7 +2,7 @@
 
 * ``group=name`` is the file ``configs/group/name.yaml`` (or a file of your own, given as a path that ends in .yaml);
 * ``experiment=name`` is a file that sets several groups at once;
-* any other ``a.b=c`` is ``--a.b=c``;
+* any other ``a.b=c`` is ``--a.b=c``; ``optimizer=Adam`` is torch's;
 * a missing subcommand is ``fit``.
 
 Whatever their order on the line, later kinds win over earlier ones: experiment and ``--config`` files, group files,
@@ -22,6 +22,10 @@ __all__ = ["EXPERIMENT", "GROUPS", "SUBCOMMANDS", "choices", "expand", "missing"
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 GROUPS = ("model", "data", "cache", "store")
 EXPERIMENT = "experiment"
+
+# Where the classes that these options name are looked for: libraries beside torch have classes of the same names.
+_CLASSES = {"optimizer": "torch.optim", "lr_scheduler": "torch.optim.lr_scheduler"}
+_PLATEAU = "pytorch_lightning.cli.ReduceLROnPlateau"  # knows which figure it watches; torch's does not
 
 # Options that LightningCLI takes without a value; the word after any other option is its value.
 _FLAGS = ("-h", "--help", "--print_config", "--print_shtab")
@@ -64,6 +68,8 @@ def expand(argv: Sequence[str], configs: Path) -> list[str]:
         elif name in GROUPS:
             groups.append(f"--{name}={value if word.startswith('-') else _group_file(name, value, configs)}")
         else:
+            if name in _CLASSES and value.isidentifier() and value not in ("null", "None"):
+                value = _PLATEAU if value == "ReduceLROnPlateau" else f"{_CLASSES[name]}.{value}"
             options.append(f"--{name}{separator}{value}")
 
     helping = any(option.split("=")[0] in ("-h", "--help") or ".help" in option for option in options)

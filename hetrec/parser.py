@@ -48,7 +48,7 @@ class HetArgumentParser(LightningArgumentParser):
         return [a.dest for a in self._actions if a.dest not in hidden and not a.dest.endswith(".help")]
 
     def _worded(self, message: str, parser: HetArgumentParser) -> str:
-        if match := re.search(r"Option '([^']+)' is not accepted; known: (.*)", message):
+        if match := re.search(r"Option '([^']+)' is not accepted; known: ([\w ]+)", message):
             option, known = match[1], match[2].split()
             name = self._full_name(option)
             prefix = name[: -len(option)]
@@ -90,10 +90,17 @@ def _expectation(problem: str) -> str:
     reason = re.compile(r"Problem with given class_path '([^']+)':\s*(.*?)(?:\n\s*- |\n\s*Given value|$)", re.DOTALL)
     if match := reason.search(problem):
         return f"cannot use class {match[1]!r}: {_joined(match[2])}"
+    if match := re.search(r"the following arguments are required: ([\w, ]+)", problem):
+        return f"{match[1]} missing"
+    if match := re.search(r"expects a function or a callable class: (.*?)(?:\. Got value|\n|$)", problem):
+        return match[1]
+    union = re.search(r"Subtypes: \[(.*)\]\n.*?Given value: (.*?)(?:\. Got value|\n|$)", problem, re.DOTALL)
+    if union and re.search(r"<class '(?:int|float|bool|str)'>", union[1]):
+        return f"expected {_types(union[1])}, got {union[2]}"
     if match := re.search(r"Expected a dot import path string: (\S+)", problem):
         return f"{match[1]!r} is not a known class; give its import path, as in torch.optim.Adam"
-    if match := re.search(r"Subtypes: \[(.*)\]\n.*?Given value: (.*?)(?:\n|$)", problem, re.DOTALL):
-        return f"expected {_types(match[1])}, got {_joined(match[2])}"
+    if union:
+        return f"expected {_types(union[1])}, got {union[2]}"
     if match := re.search(r"Expected a (.+?)\. Got value: (.*?)(?:\n|$)", problem, re.DOTALL):
         return f"expected {_types(match[1])}, got {_joined(match[2])}"
     return _joined(problem)

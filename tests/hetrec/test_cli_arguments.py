@@ -78,6 +78,16 @@ def test_the_plain_form_passes_through(configs: Path) -> None:
     ]
 
 
+def test_optimizers_are_those_of_torch(configs: Path) -> None:
+    words = ["model=dcn", "data=criteo", "optimizer=Adam", "lr_scheduler=StepLR", "optimizer=my.Adam"]
+    assert expand(words, configs)[3:] == [
+        "--optimizer=torch.optim.Adam",
+        "--lr_scheduler=torch.optim.lr_scheduler.StepLR",
+        "--optimizer=my.Adam",
+    ]
+    assert expand(["model=dcn", "data=criteo", "lr_scheduler=null"], configs)[3:] == ["--lr_scheduler=null"]
+
+
 def test_negative_and_nested_values_stay_whole(configs: Path) -> None:
     words = ["model=dcn", "data=criteo", "--x", "-1", "a=[1, 2]", 'b={"c": "d=e"}', "c="]
     assert expand(words, configs)[3:] == ["--x=-1", "--a=[1, 2]", '--b={"c": "d=e"}', "--c="]
