@@ -20,6 +20,6 @@ def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
     size = count * dtype.itemsize
     if size < _WORTH_IT or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype)
-    memory = mmap.mmap(-1, size)  # the tensor keeps it alive
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the tensor keeps it alive
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
