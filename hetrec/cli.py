@@ -162,8 +162,10 @@ def main(configs: Path, argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except SystemExit as end:
-        # Lightning turns Ctrl-C into exit code 1 once it has shut the run down.
-        return 130 if isinstance(end.__context__, KeyboardInterrupt) else int(end.code or 0)
+        # Lightning turns Ctrl-C into exit code 1 once it has shut the run down; --help and --print_config end with 0.
+        if isinstance(end.__context__, KeyboardInterrupt):
+            return 130
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
         if not is_users_mistake(error):
             raise
