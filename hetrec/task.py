@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning import LightningModule
+from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -134,21 +135,22 @@ class CTRTask(LightningModule):
             expected_rows={table.name: table.rows for table in spec.tables if table.rows is not None},
         )
 
+    def configure_callbacks(self) -> Sequence[Callback]:
+        return [_FlushWhenInterrupted()]
+
     def teardown(self, stage: str) -> None:
         self._meter = None
         self._resumed = None
         self.embeddings.close()
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        # Rows fetched ahead for a batch are found by the identity of its KeyedJaggedTensor, so a batch that is in place
-        # must not be copied.
-        if batch.labels.device == device:
-            return batch
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        # Keys stay where the cache is, in host memory; and as they are: rows fetched ahead for a batch are found by the
+        # identity of its KeyedJaggedTensor.
+        return replace(batch, dense_features=batch.dense_features.to(device), labels=batch.labels.to(device))
 
     def lookup(self, sparse: KeyedJaggedTensor) -> Tensor:
         """Pooled rows, float32, (B, sparse features, row width); features in the order of the tables that hold them."""
-        pooled_BX = self.embeddings(sparse).values()
+        pooled_BX = self.embeddings(sparse).values().to(self.device)
         scaler = self._gradient_scaler()
         if scaler is not None and pooled_BX.requires_grad:
             # The scaler unscales the gradients of parameters; those of rows leave autograd here.
@@ -179,6 +181,9 @@ class CTRTask(LightningModule):
             schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
             apply_overrides(self.trainer.optimizers[0], schedulers, then=self._resumed, now=self._configured)
         self._meter = TrainingMeter(self.embeddings.stats, self._sum_over_ranks)
+
+    def on_train_epoch_start(self) -> None:
+        assert self._meter is not None
         self._meter.resume()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -204,7 +209,7 @@ class CTRTask(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         assert self._meter is not None
-        self.training_figures = self._meter.total()
+        self._meter.pause()  # checkpoints of the epoch are written next
 
     def on_train_end(self) -> None:
         assert self._meter is not None
@@ -276,3 +281,12 @@ class CTRTask(LightningModule):
         self.trainer.strategy.barrier("the embeddings are restored")
         self.embeddings.reset()
         self._resumed = checkpoint[CONFIGURED]
+
+
+class _FlushWhenInterrupted(Callback):
+    """Ctrl-C is a clean end too: what the cache holds back reaches the store."""
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        assert isinstance(pl_module, CTRTask)
+        if isinstance(exception, KeyboardInterrupt) and pl_module.embeddings.is_open:
+            pl_module.embeddings.close()

