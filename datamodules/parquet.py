@@ -48,7 +48,7 @@ class ParquetDataModule(HetDataModule):
         dense: the dense columns, or None to find them.
         sparse: the sparse columns, or None to find them.
         weights: the column of bag weights of a sparse column, as in ``{"tags": "tag_weights"}``.
-        tables: the table of a sparse column, where it is not one of its own name. Columns with one table share its rows.
+        tables: the table of a sparse column, where that is not one of its own. Columns with one table share its rows.
         sizes: the number of keys of a table, where it has a size.
         pooling: ``sum`` or ``mean``, per table; not named is ``sum``.
 

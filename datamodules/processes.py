@@ -7,15 +7,17 @@ from multiprocessing.context import ForkServerContext
 
 __all__ = ["process_context"]
 
+# A child runs the top of the main program again; what that imports in a training program takes seconds, so the server
+# imports it once for all of them.
+_PRELOAD = ["pytorch_lightning", "torchrec.sparse.jagged_tensor", "datamodules.workers", "datamodules.criteo_convert"]
+
 
 def process_context() -> ForkServerContext:
     """Processes are forked from a clean server process.
 
     Forked from the training process, a child would inherit the locks of its threads (read-ahead, native code, RPC) in
-    whatever state they are. The server imports what the children need, once.
+    whatever state they are.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["__main__", "torch.utils.data", "datamodules.workers", "datamodules.criteo_convert"]
-    )
+    context.set_forkserver_preload(_PRELOAD)
     return context

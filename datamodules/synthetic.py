@@ -99,8 +99,9 @@ class SyntheticDataModule(HetDataModule):
         if not self._announced:
             self._announced = True
             say(
-                f"synthetic rows in {self.folder}: {self.rows.rows:,}, click rate {self.manifest['click_rate']:.3f}; the "
-                f"best reachable AUC is {self.manifest['best_auc']:.4f}, log loss {self.manifest['best_logloss']:.4f}"
+                f"synthetic rows in {self.folder}: {self.rows.rows:,}, click rate {self.manifest['click_rate']:.3f}; "
+                f"the best reachable AUC is {self.manifest['best_auc']:.4f}, "
+                f"log loss {self.manifest['best_logloss']:.4f}"
             )
 
     def open_files(self, role: Literal["path", "val_path", "test_path"]) -> ParquetFiles:

@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 from datamodules.columns import DenseColumn, SparseColumn, bags, dense_values, keys, label_values, parse_hexadecimal
 from datamodules.errors import DataError
 from datamodules.keys import MISSING_KEY, hash_bytes, keys_to_uint64, uint64_to_keys
-
-
-def fnv1a(text: bytes) -> int:
-    """FNV-1a as its authors give it, as a signed number."""
-    value = 0xCBF29CE484222325
-    for byte in text:
-        value = ((value ^ byte) * 0x100000001B3) % 2**64
-    return value - 2**64 if value >= 2**63 else value
+from tests.datamodules.reference import fnv1a
 
 
 @given(st.lists(st.integers(0, 2**64 - 1)))
