@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from pytorch_lightning.cli import (
     OptimizerCallable,
 )
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from cache_backend import CacheConfig, EmbeddingOptimizer, EmbeddingStore
@@ -44,6 +46,17 @@ set_parsing_settings(subclasses_enabled=[FeatureSpec])
 
 class HetCLI(LightningCLI):
     """LightningCLI for a :class:`~hetrec.task.CTRTask` and a data module with ``spec`` and ``has_test``."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._folder: str | None = None
+        try:
+            super().__init__(**kwargs)
+        except BaseException:
+            # A run that failed before it wrote anything leaves no folder behind; rmdir removes only an empty one.
+            if self._folder is not None:
+                with suppress(OSError):
+                    os.rmdir(self._folder)
+            raise
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_subclass_arguments(EmbeddingStore, "store", required=True)
@@ -103,8 +116,11 @@ class HetCLI(LightningCLI):
         if config["enable_progress_bar"] is False:
             callbacks = [c for c in callbacks if not isinstance(c, ProgressBar)]
         if not config["fast_dev_run"]:
-            folder = _new_folder(Path(config["default_root_dir"] or "runs") / self._run_name())
-            config["default_root_dir"] = folder
+            folder = Path(config["default_root_dir"] or "runs") / self._run_name()
+            if getattr(rank_zero_only, "rank", 0) == 0:  # the others are told by Trainer.log_dir
+                folder = _new_folder(folder)
+                self._folder = str(folder)
+            config["default_root_dir"] = str(folder)
             if config["logger"] in (None, True):
                 config["logger"] = [logger(folder, name="", version="") for logger in (TensorBoardLogger, CSVLogger)]
         try:
@@ -148,8 +164,8 @@ def main(configs: Path, argv: Sequence[str] | None = None) -> int:
         args = expand(sys.argv[1:] if argv is None else argv, configs)
         defaults = {"default_config_files": [str(configs / "default.yaml")]}
         HetCLI(
-            CTRTask,
-            LightningDataModule,
+            model_class=CTRTask,
+            datamodule_class=LightningDataModule,
             subclass_mode_model=True,
             subclass_mode_data=True,
             parser_class=HetArgumentParser,
@@ -176,13 +192,13 @@ def main(configs: Path, argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _new_folder(path: Path) -> str:
+def _new_folder(path: Path) -> Path:
     """Makes the folder, with a number behind its name if it exists: runs of the same second do not share one."""
     candidate, number = path, 1
     while True:
         try:
             candidate.mkdir(parents=True)
-            return str(candidate)
+            return candidate
         except FileExistsError:
             number += 1
             candidate = path.with_name(f"{path.name}-{number}")
