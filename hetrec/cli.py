@@ -132,16 +132,6 @@ class HetCLI(LightningCLI):
         names = [type(part).__name__.removesuffix("DataModule").lower() for part in (self.model, self.datamodule)]
         return "-".join([*names, str(self.subcommand), time.strftime("%Y%m%d-%H%M%S")])
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        try:
-            super()._run_subcommand(subcommand)
-        except SystemExit as end:
-            # Ctrl-C. Lightning has shut its own parts down but calls no teardown of the task.
-            if isinstance(end.__context__, KeyboardInterrupt) and self.model.embeddings.is_open:
-                self.model.embeddings.flush()
-                self.model.teardown(subcommand)
-            raise
-
     def after_fit(self) -> None:
         """Where there is a test split, ``fit`` ends by testing the model as training left it."""
         if self.datamodule.has_test:
