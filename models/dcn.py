@@ -47,10 +47,10 @@ class DCN(CTRTask):
         super().__init__(spec, row_width=embedding_dim, row_init=row_init)
         if cross not in CROSS_LAYERS:
             raise ValueError(f"cross is {cross!r}; choose one of: {', '.join(CROSS_LAYERS)}")
-        num_inputs = len(spec.sparse) * embedding_dim + len(spec.dense)
-        self.cross = CROSS_LAYERS[cross](num_inputs, cross_layers)
-        self.deep = MLP(num_inputs, list(mlp_sizes))
-        self.out = nn.Linear(num_inputs + mlp_sizes[-1], 1)
+        sizes = [len(spec.sparse) * embedding_dim + len(spec.dense), *mlp_sizes]
+        self.cross = CROSS_LAYERS[cross](sizes[0], cross_layers)
+        self.deep = MLP(sizes[0], sizes[1:])
+        self.out = nn.Linear(sizes[0] + sizes[-1], 1)
 
     def forward(self, dense_BN: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
         """Logits, float32, (B,)."""

@@ -41,8 +41,9 @@ class WDL(CTRTask):
         num_dense = len(spec.dense)
         self.dense_linear = nn.Linear(num_dense, 1, bias=False) if num_dense else None
         self.bias = nn.Parameter(torch.zeros(1))
-        self.mlp = MLP(len(spec.sparse) * embedding_dim + num_dense, list(mlp_sizes))
-        self.out = nn.Linear(mlp_sizes[-1], 1, bias=False)
+        sizes = [len(spec.sparse) * embedding_dim + num_dense, *mlp_sizes]
+        self.mlp = MLP(sizes[0], sizes[1:])
+        self.out = nn.Linear(sizes[-1], 1, bias=False)
 
     def wide(self, dense_BN: Tensor, weight_BF: Tensor) -> Tensor:
         """w·x + b over sparse features (a pooled weight each) and dense columns."""

@@ -103,3 +103,12 @@ def test_an_unknown_kind_of_cross_layer_names_the_choices() -> None:
 def test_a_model_without_sparse_features_is_refused() -> None:
     with pytest.raises(ValueError, match="no sparse features"):
         WDL(FeatureSpec(dense=("d",), sparse=(), tables=(), label="y"))
+
+
+@pytest.mark.parametrize("make", [WDL, DeepFM, DCN])
+def test_without_hidden_layers_the_deep_part_is_linear(make: type[CTRTask]) -> None:
+    task = make(SIMPLE, embedding_dim=4, mlp_sizes=())  # type: ignore[call-arg]
+    task.embeddings.open(LocalStore(), CacheConfig(rows=256), EmbeddingOptimizer())
+    (batch,) = make_batches(SIMPLE, 1, batch_size=8)
+    assert task(batch.dense_features, batch.sparse_features).shape == (8,)
+    task.embeddings.close()
