@@ -101,7 +101,9 @@ def convert(
         work = final.with_name(f".{final.name}.partial")
         _resume_or_clear(work, plan)
         parts = _parts(plan, work)
-        _run(parts, processes or len(os.sched_getaffinity(0)), f"converting {sources[0].name}")
+        processes = processes or len(os.sched_getaffinity(0))
+        small = sum(s.st_size for _, s in states) < part_bytes  # processes would cost more than they save
+        _run(parts, 1 if small else processes, f"converting {sources[0].name}")
         manifest = {
             "plan": plan,
             "labelled": plan["labelled"],

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from multiprocessing.context import ForkServerContext
 
 __all__ = ["process_context"]
 
-# A child runs the top of the main program again; what that imports in a training program takes seconds, so the server
-# imports it once for all of them.
+# A child runs the top of the main program again. What a training program imports there takes seconds, so the server
+# imports it once for all of them; only what this process has imported too.
 _PRELOAD = ["pytorch_lightning", "torchrec.sparse.jagged_tensor", "datamodules.workers", "datamodules.criteo_convert"]
 
 
@@ -19,5 +20,5 @@ def process_context() -> ForkServerContext:
     whatever state they are.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload([name for name in _PRELOAD if name in sys.modules])
     return context
