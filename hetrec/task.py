@@ -136,7 +136,8 @@ class CTRTask(LightningModule):
         )
 
     def configure_callbacks(self) -> Sequence[Callback]:
-        return [_FlushWhenInterrupted()]
+        there = any(isinstance(callback, _FlushWhenInterrupted) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        return [] if there else [_FlushWhenInterrupted()]
 
     def teardown(self, stage: str) -> None:
         self._meter = None

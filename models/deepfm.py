@@ -27,9 +27,10 @@ class DeepFM(CTRTask):
     """logit = linear(x) + fm(x) + deep(x); the factorization machine and the MLP share the embeddings.
 
     The first-order weight of a key rides as the first column of its embedding row: one lookup and one key on the wire
-    serve all three parts. Sparse features take part in all three; dense columns in the linear term and the MLP, but
-    not in the second-order term: they have no row, and the paper's fields are categorical (or discretised). A bag of
-    several keys is one field, whose vector is the pooled one.
+    serve all three parts. Sparse features take part in all three, dense columns in the linear term and in the MLP. For
+    continuous fields the paper offers two ways, the value itself or one-hot encoded intervals: to give a column a vector
+    and with it a place in the second-order term, hand its intervals in as a sparse feature. A bag of several keys is one
+    field, whose vector is the pooled one.
 
     Args:
         spec: columns of the data.
