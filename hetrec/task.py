@@ -62,6 +62,7 @@ class CTRTask(LightningModule):
         self.test_metrics = EvaluationMetrics()
         self.training_figures: dict[str, float] = {}  # of the last fit, once it has ended
         self._meter: TrainingMeter | None = None
+        self._configured: list[dict[str, Any]] = []
         self._resumed: list[dict[str, Any]] | None = None
         self._step_due = False
         self._stepped = False
@@ -266,7 +267,8 @@ class CTRTask(LightningModule):
     # Checkpoints: see hetrec.checkpoint_io.
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.embeddings.flush()
+        if self.embeddings.is_open:  # otherwise the run has ended, and with it everything was flushed
+            self.embeddings.flush()
         self.trainer.strategy.barrier("every rank has flushed")
         checkpoint[CONFIGURED] = self._configured
 

@@ -28,9 +28,9 @@ class DeepFM(CTRTask):
 
     The first-order weight of a key rides as the first column of its embedding row: one lookup and one key on the wire
     serve all three parts. Sparse features take part in all three, dense columns in the linear term and in the MLP. For
-    continuous fields the paper offers two ways, the value itself or one-hot encoded intervals: to give a column a vector
-    and with it a place in the second-order term, hand its intervals in as a sparse feature. A bag of several keys is one
-    field, whose vector is the pooled one.
+    continuous fields the paper offers two ways, the value itself or one-hot encoded intervals: to give a column a
+    vector, and with it a place in the second-order term, hand its intervals in as a sparse feature. A bag of several
+    keys is one field, whose vector is the pooled one.
 
     Args:
         spec: columns of the data.
