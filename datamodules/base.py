@@ -16,8 +16,9 @@ from datamodules.reader import Columns, WindowReader
 from hetrec.data import FeatureSpec
 from hetrec.lookahead import LookaheadLoader
 
-__all__ = ["HetDataModule"]
+__all__ = ["HetDataModule", "Role"]
 
+Role = Literal["path", "val_path", "test_path"]
 Split = Literal["train", "val", "test"]
 
 
@@ -104,7 +105,7 @@ class HetDataModule(LightningDataModule):
         """How the columns of the Parquet files become arrays. Not ``labelled``: the label is not read."""
 
     @abstractmethod
-    def open_files(self, role: Literal["path", "val_path", "test_path"]) -> ParquetFiles:
+    def open_files(self, role: Role) -> ParquetFiles:
         """The Parquet files behind one of the three paths. Called after ``prepare_data``."""
 
     @property
@@ -132,7 +133,7 @@ class HetDataModule(LightningDataModule):
         holders = set(files.holders(label))
         for path in files.paths:
             if path not in holders:
-                raise DataError(self.missing_label_message(path))
+                raise DataError(self.missing_label_message(path, role))
         if not make_units(files.group_rows, rows):
             raise DataError(
                 f"the {split} split is empty: data.{role}={getattr(self, role)!r} has {files.rows} rows, with "
@@ -140,20 +141,21 @@ class HetDataModule(LightningDataModule):
                 f"other fractions"
             )
 
-    def missing_label_message(self, file: str) -> str:
+    def missing_label_message(self, file: str, role: Role) -> str:
+        """Says that a file, which belongs to the path of that role, has no label."""
         return (
             f"{file} has no label column {self.spec.label!r}; training and evaluation need one in every file. "
             f"Name the right column with data.label, or leave the file out"
         )
 
-    def _role(self, split: Split) -> Literal["path", "val_path", "test_path"]:
+    def _role(self, split: Split) -> Role:
         if split == "val" and self.val_path is not None:
             return "val_path"
         if split == "test" and self.test_path is not None:
             return "test_path"
         return "path"
 
-    def _open(self, role: Literal["path", "val_path", "test_path"]) -> ParquetFiles:
+    def _open(self, role: Role) -> ParquetFiles:
         if role not in self._files:
             self._files[role] = self.open_files(role)
         return self._files[role]

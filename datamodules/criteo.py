@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from datamodules.atomic import read_manifest
-from datamodules.base import HetDataModule
+from datamodules.base import HetDataModule, Role
 from datamodules.columns import DenseColumn, SparseColumn
 from datamodules.criteo_convert import convert
 from datamodules.criteo_layout import CATEGORICAL, INTEGERS, LABEL, MISSING
@@ -24,8 +24,6 @@ __all__ = ["CriteoDataModule"]
 DEFAULT_PATH = "data/criteo"
 _TEXT_SUFFIXES = ("", ".tsv", ".txt", ".csv")
 _STAND_IN = SyntheticRows(rows=200_000, scale=0.01, skew=1.1, seed=0)
-
-Role = Literal["path", "val_path", "test_path"]
 
 
 class CriteoDataModule(HetDataModule):
@@ -116,10 +114,10 @@ class CriteoDataModule(HetDataModule):
             )
         return files
 
-    def missing_label_message(self, file: str) -> str:
+    def missing_label_message(self, file: str, role: Role) -> str:
         return (
-            f"{file} has no label (a Criteo test file has 39 columns, without it): it can be used for predict only. "
-            f"Train and test on labelled files, with 40 columns"
+            f"data.{role}={getattr(self, role)!r} has no label (a Criteo test file has 39 columns, without it): it can be "
+            f"used for predict only. Train and test on labelled files, with 40 columns"
         )
 
     def _parquet(self, role: Role) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Literal, get_args
 
-from datamodules.base import HetDataModule
+from datamodules.base import HetDataModule, Role
 from datamodules.columns import DenseColumn, Kind, SparseColumn
 from datamodules.errors import DataError
 from datamodules.files import Column, ParquetFiles, widen
@@ -17,7 +17,6 @@ from hetrec.data import FeatureSpec, SparseFeature, TableSpec
 __all__ = ["ParquetDataModule"]
 
 Pooling = Literal["sum", "mean"]
-Role = Literal["path", "val_path", "test_path"]
 
 _KEYS = ("integer", "string", "list<integer>", "list<string>", "list<null>")
 

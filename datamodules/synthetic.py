@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from datamodules.base import HetDataModule
+from datamodules.base import HetDataModule, Role
 from datamodules.criteo_layout import CATEGORICAL, INTEGERS, LABEL
 from datamodules.files import ParquetFiles
 from datamodules.progress import say
@@ -104,7 +104,7 @@ class SyntheticDataModule(HetDataModule):
                 f"log loss {self.manifest['best_logloss']:.4f}"
             )
 
-    def open_files(self, role: Literal["path", "val_path", "test_path"]) -> ParquetFiles:
+    def open_files(self, role: Role) -> ParquetFiles:
         if not self.folder.exists():
             self.prepare_data()
         return ParquetFiles.open(self.folder)
