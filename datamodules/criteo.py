@@ -116,31 +116,37 @@ class CriteoDataModule(HetDataModule):
 
     def missing_label_message(self, file: str, role: Role) -> str:
         return (
-            f"data.{role}={getattr(self, role)!r} has no label (a Criteo test file has 39 columns, without it): it can be "
-            f"used for predict only. Train and test on labelled files, with 40 columns"
+            f"data.{role}={getattr(self, role)!r} has no label (a Criteo test file has 39 columns, without it): it can "
+            f"be used for predict only. Train and test on labelled files, with 40 columns"
         )
 
     def _parquet(self, role: Role) -> Path:
         """The Parquet file or folder behind a path, made if need be."""
         path = Path(getattr(self, role))
         if self._is_absent(role):
-            folder = self._stand_in_folder()
-            if read_manifest(folder) is None:
-                say(
-                    f"There is nothing at {path}: training on a generated Criteo-shaped set instead (200,000 rows, "
-                    f"made once, kept in {folder}). For the real data put Kaggle's train.txt or the Terabyte day_* "
-                    f"files there, or set data.path."
-                )
-            elif not self._announced:
-                say(f"There is nothing at {path}: training on the generated Criteo-shaped set in {folder}.")
-            self._announced = True
-            write_synthetic(_STAND_IN, folder)
-            return folder
+            return self._stand_in()
         sources = self._text_sources(role)
         if not sources:
             return path
         folder = self._copy_folder(path)
         convert(sources, folder)
+        return folder
+
+    def _stand_in(self) -> Path:
+        """The generated set that takes the place of the default path."""
+        folder = self._stand_in_folder()
+        if not self._announced and read_manifest(folder) is None:
+            say(
+                f"There is nothing at {self.path}: training on a generated Criteo-shaped set instead (200,000 rows, "
+                f"made once, kept in {folder}). For the real data put Kaggle's train.txt or the Terabyte day_* files "
+                f"there, or set data.path."
+            )
+        elif not self._announced:
+            say(f"There is nothing at {self.path}: training on the generated Criteo-shaped set in {folder}.")
+        manifest = write_synthetic(_STAND_IN, folder)
+        if not self._announced:
+            say(f"The best reachable AUC on it is {manifest['best_auc']:.4f}.")
+        self._announced = True
         return folder
 
     def _is_absent(self, role: Role) -> bool:

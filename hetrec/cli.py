@@ -33,7 +33,7 @@ from cache_backend import CacheConfig, EmbeddingOptimizer, EmbeddingStore
 from hetrec.arguments import EXPERIMENT, GROUPS, SUBCOMMANDS, choices, expand
 from hetrec.callbacks import RunSummary
 from hetrec.data import FeatureSpec
-from hetrec.errors import UserError, is_users_mistake, one_line
+from hetrec.errors import UserError, one_line, users_mistake
 from hetrec.parser import HetArgumentParser
 from hetrec.quiet import quiet
 from hetrec.task import CTRTask
@@ -173,12 +173,13 @@ def main(configs: Path, argv: Sequence[str] | None = None) -> int:
             return 130
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
-        if not is_users_mistake(error):
+        mistake = users_mistake(error)
+        if mistake is None:
             raise
         if os.environ.get("HETREC_TRACEBACK") == "1":
             traceback.print_exc()
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
+        print(f"error: {one_line(mistake)}", file=sys.stderr)
+        return 2 if isinstance(mistake, UserError) else 1
     return 0
 
 

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-__all__ = ["UserError", "is_users_mistake", "one_line"]
+__all__ = ["UserError", "is_users_mistake", "one_line", "users_mistake"]
 
 _ROOT = Path(__file__).resolve().parents[1]
 _OURS = tuple(str(_ROOT / room) for room in ("hetrec", "cache_backend", "models", "datamodules"))
@@ -30,6 +30,17 @@ def is_users_mistake(error: BaseException) -> bool:
     if isinstance(error, (UserError, MisconfigurationException)):
         return True
     return isinstance(error, (ValueError, IndexError, OSError)) and _raised_by_us(error.__traceback__)
+
+
+def users_mistake(error: BaseException) -> BaseException | None:
+    """``error``, or what caused it, if that was worded for the person at the command line.
+
+    A constructor's complaint about an option reaches us as the cause of jsonargparse's own error.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not is_users_mistake(cause):
+        cause = cause.__cause__
+    return cause
 
 
 def _raised_by_us(traceback: TracebackType | None) -> bool:

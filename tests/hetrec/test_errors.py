@@ -11,8 +11,9 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from cache_backend import CacheConfig
+from datamodules.synthetic import SyntheticDataModule
 from hetrec.data import FeatureSpec, SparseFeature, TableSpec
-from hetrec.errors import UserError, is_users_mistake, one_line
+from hetrec.errors import UserError, is_users_mistake, one_line, users_mistake
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -67,3 +68,12 @@ def test_an_assertion_of_ours_is_a_bug() -> None:
 
 def test_a_message_of_several_lines_becomes_one() -> None:
     assert one_line(ValueError("a\n  b\n\nc")) == "a b c"
+
+
+def test_a_mistake_that_a_library_wrapped_in_an_error_of_its_own_is_found() -> None:
+    mistake = caught(SyntheticDataModule, batch_size=0)
+    wrapped = ValueError("Does not validate against any of the Union subtypes")
+    wrapped.__cause__ = mistake
+    assert users_mistake(mistake) is mistake
+    assert users_mistake(wrapped) is mistake
+    assert users_mistake(caught(np.zeros, -1)) is None
