@@ -32,7 +32,7 @@ def _commit() -> str:
 
 
 def report(title: str, rows: Sequence[Mapping[str, Any]], json_file: Path | None) -> None:
-    """Print ``rows`` (all with the same keys) as a table; write them with the machine's description to ``json_file``."""
+    """Print ``rows`` (all with the same keys) as a table; write them, with the machine, to ``json_file``."""
     machine = {"processor": _processor(), "cores": os.cpu_count(), "commit": _commit()}
     console = Console(width=160)
     console.print(f"{machine['processor']}, {machine['cores']} cores, commit {machine['commit']}")
