@@ -166,6 +166,16 @@ void EmbeddingTable::fetch(const FetchView& fetch) const {
   });
 }
 
+void EmbeddingTable::visit(int64_t n, const int32_t* tables, const int64_t* keys,
+                           const std::function<void(int64_t, const float*, int64_t)>& visit) const {
+  const std::shared_lock lock(mutex_);
+  check_declared(n, tables);
+  for_each_prefetched(n, tables, keys, [&](int64_t i, uint64_t hash) {
+    RowHeader* header = find(hash, tables[i], keys[i]);
+    visit(i, header == nullptr ? nullptr : values_of(header), header == nullptr ? 0 : clock_of(*header));
+  });
+}
+
 std::vector<int32_t> EmbeddingTable::stale(int64_t n, const int32_t* tables, const int64_t* keys, const int64_t* clocks,
                                            int64_t staleness) const {
   const std::shared_lock lock(mutex_);

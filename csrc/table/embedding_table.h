@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <shared_mutex>
 #include <stdexcept>
@@ -52,6 +53,10 @@ class EmbeddingTable {
 
   // Copies rows out. Changes nothing.
   void fetch(const FetchView& fetch) const;
+
+  // Calls `visit(i, row, clock)` in order; `row` is null where nobody wrote the row. Rows must not be kept.
+  void visit(int64_t n, const int32_t* tables, const int64_t* keys,
+             const std::function<void(int64_t, const float*, int64_t)>& visit) const;
 
   // Indices i with c_g(i) > clocks[i] + staleness, ascending.
   std::vector<int32_t> stale(int64_t n, const int32_t* tables, const int64_t* keys, const int64_t* clocks,

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "table/embedding_table.h"
+#include "table/wire.h"
 
 namespace nb = nanobind;
 using hetrec::EmbeddingTable;
@@ -36,10 +37,15 @@ T* checked(const Mat<T>& m, const char* name, size_t n, int64_t width) {
   return m.data();
 }
 
+hetrec::ClockRule rule_of(const std::string& rule) {
+  if (rule == "lamport") return hetrec::ClockRule::kLamport;
+  if (rule == "sum") return hetrec::ClockRule::kSum;
+  throw std::invalid_argument("unknown clock rule '" + rule + "'; lamport or sum");
+}
+
 void push(EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int64_t> keys, Vec<const int64_t> start_clocks,
           Vec<const int64_t> clocks, Mat<const float> deltas, const std::string& rule) {
-  if (rule != "lamport" && rule != "sum")
-    throw std::invalid_argument("unknown clock rule '" + rule + "'; lamport or sum");
+  const hetrec::ClockRule clock_rule = rule_of(rule);
   const size_t n = keys.shape(0);
   const hetrec::PushView view{static_cast<int64_t>(n),
                               checked(tables, "tables", n),
@@ -48,7 +54,7 @@ void push(EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int64_t> ke
                               checked(clocks, "clocks", n),
                               checked(deltas, "deltas", n, self.width())};
   const nb::gil_scoped_release release;
-  self.push(view, rule == "sum" ? hetrec::ClockRule::kSum : hetrec::ClockRule::kLamport);
+  self.push(view, clock_rule);
 }
 
 void fetch(const EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int64_t> keys, Mat<float> rows,
@@ -90,10 +96,156 @@ void assign(EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int64_t> 
               checked(rows, "rows", n, self.width()));
 }
 
+using Bytes = Vec<const uint8_t>;
+
+// A C++ vector as a numpy array that owns it.
+template <typename T>
+nb::ndarray<nb::numpy, T> owned(std::vector<T>&& values, std::initializer_list<size_t> shape) {
+  auto* kept = new std::vector<T>(std::move(values));
+  const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return {kept->data(), shape, owner};
+}
+
+template <typename T>
+nb::ndarray<nb::numpy, T> owned(std::vector<T>&& values) {
+  const size_t n = values.size();
+  return owned(std::move(values), {n});
+}
+
+nb::object encode_request(uint64_t worker, uint64_t session, uint64_t sequence, uint64_t generation, uint32_t dim,
+                          uint32_t state_dim, uint32_t staleness, uint8_t push_codec, uint8_t fetch_codec,
+                          Vec<const int32_t> push_tables, Vec<const int64_t> push_keys, Vec<const int64_t> push_starts,
+                          Vec<const int64_t> push_clocks, Mat<const float> deltas, Vec<const int32_t> check_tables,
+                          Vec<const int64_t> check_keys, Vec<const int64_t> check_clocks,
+                          Vec<const int32_t> fetch_tables, Vec<const int64_t> fetch_keys) {
+  hetrec::RequestHeader header{};
+  header.worker = worker;
+  header.session = session;
+  header.sequence = sequence;
+  header.generation = generation;
+  header.dim = dim;
+  header.state_dim = state_dim;
+  header.staleness = staleness;
+  header.push_codec = push_codec;
+  header.fetch_codec = fetch_codec;
+  const size_t n_push = push_keys.shape(0), n_check = check_keys.shape(0), n_fetch = fetch_keys.shape(0);
+  const hetrec::PushView push{static_cast<int64_t>(n_push),
+                              checked(push_tables, "push_tables", n_push),
+                              push_keys.data(),
+                              checked(push_starts, "push_starts", n_push),
+                              checked(push_clocks, "push_clocks", n_push),
+                              checked(deltas, "deltas", n_push, int64_t{dim} + state_dim)};
+  const hetrec::CheckView check{static_cast<int64_t>(n_check), checked(check_tables, "check_tables", n_check),
+                                check_keys.data(), checked(check_clocks, "check_clocks", n_check)};
+  const hetrec::RowNames fetch{static_cast<int64_t>(n_fetch), checked(fetch_tables, "fetch_tables", n_fetch),
+                               fetch_keys.data()};
+  hetrec::Frame frame;
+  {
+    const nb::gil_scoped_release release;
+    frame = hetrec::encode_request(header, push, check, fetch);
+  }
+  return nb::cast(owned(std::move(frame)));
+}
+
+nb::dict parse_request(Bytes frame, uint64_t max_rows) {
+  hetrec::RequestHeader header;
+  {
+    const nb::gil_scoped_release release;
+    header = hetrec::parse_request(frame.data(), frame.shape(0), max_rows);
+  }
+  nb::dict fields;
+  fields["worker"] = header.worker;
+  fields["session"] = header.session;
+  fields["sequence"] = header.sequence;
+  fields["generation"] = header.generation;
+  fields["dim"] = header.dim;
+  fields["state_dim"] = header.state_dim;
+  fields["pushes"] = header.n_push;
+  fields["checks"] = header.n_check;
+  fields["fetches"] = header.n_fetch;
+  return fields;
+}
+
+nb::object decode_reply(Bytes frame) {
+  hetrec::Reply reply;
+  {
+    const nb::gil_scoped_release release;
+    reply = hetrec::decode_reply(frame.data(), frame.shape(0));
+  }
+  const size_t width = size_t{reply.header.dim} + reply.header.state_dim;
+  const size_t n = reply.header.n_fetch, stale = reply.header.n_stale;
+  const uint64_t generation = reply.header.generation, sequence = reply.header.sequence;
+  return nb::make_tuple(generation, sequence, owned(std::move(reply.rows), {n, width}), owned(std::move(reply.clocks)),
+                        owned(std::move(reply.fresh)), owned(std::move(reply.stale)),
+                        owned(std::move(reply.stale_rows), {stale, width}), owned(std::move(reply.stale_clocks)));
+}
+
+void define_wire(nb::module_& m) {
+  nb::exception<hetrec::WireError>(m, "WireError", PyExc_ValueError);
+  m.attr("PROTOCOL_VERSION") = hetrec::kProtocolVersion;
+  m.def("encode_request", &encode_request, nb::kw_only(), nb::arg("worker"), nb::arg("session"), nb::arg("sequence"),
+        nb::arg("generation"), nb::arg("dim"), nb::arg("state_dim"), nb::arg("staleness"), nb::arg("push_codec"),
+        nb::arg("fetch_codec"), nb::arg("push_tables"), nb::arg("push_keys"), nb::arg("push_starts"),
+        nb::arg("push_clocks"), nb::arg("deltas"), nb::arg("check_tables"), nb::arg("check_keys"),
+        nb::arg("check_clocks"), nb::arg("fetch_tables"), nb::arg("fetch_keys"), "A request frame, uint8.");
+  m.def("parse_request", &parse_request, nb::arg("frame"), nb::arg("max_rows"),
+        "Check a request frame as a whole; its header as a dict. Raises WireError.");
+  m.def(
+      "push_part", [](Bytes frame) { return nb::cast(owned(hetrec::push_part(frame.data(), frame.shape(0)))); },
+      nb::arg("frame"), "The part of a parsed request that changes rows, as a request of its own.");
+  m.def(
+      "apply_push",
+      [](EmbeddingTable& table, Bytes frame, const std::string& rule) {
+        const hetrec::ClockRule clock_rule = rule_of(rule);
+        const nb::gil_scoped_release release;
+        hetrec::apply_push(table, frame.data(), frame.shape(0), clock_rule);
+      },
+      nb::arg("table"), nb::arg("frame"), nb::arg("rule"), "Apply a parsed request's pushes.");
+  m.def(
+      "answer",
+      [](const EmbeddingTable& table, Bytes frame, uint64_t generation) {
+        hetrec::Frame reply;
+        {
+          const nb::gil_scoped_release release;
+          reply = hetrec::answer(table, frame.data(), frame.shape(0), generation);
+        }
+        return nb::cast(owned(std::move(reply)));
+      },
+      nb::arg("table"), nb::arg("frame"), nb::arg("generation"), "The reply frame to a parsed request, uint8.");
+  m.def("decode_reply", &decode_reply, nb::arg("frame"),
+        "(generation, sequence, rows, clocks, fresh, stale, stale_rows, stale_clocks) of a reply. Raises WireError.");
+  m.def(
+      "rounding_errors",
+      [](uint8_t codec, int64_t dim, int64_t state_dim, Mat<float> rows) {
+        if (codec >= hetrec::kRowCodecs) throw std::invalid_argument("unknown row codec");
+        float* data = checked(rows, "rows", rows.shape(0), dim + state_dim);
+        const nb::gil_scoped_release release;
+        hetrec::rounding_errors(static_cast<hetrec::RowCodec>(codec), static_cast<int64_t>(rows.shape(0)), dim,
+                                state_dim, data);
+      },
+      nb::arg("codec"), nb::arg("dim"), nb::arg("state_dim"), nb::arg("rows"),
+      "Replace rows by what their receiver will miss: row - decode(encode(row)).");
+  m.def(
+      "shards",
+      [](Vec<const int32_t> tables, Vec<const int64_t> keys, uint32_t n) {
+        const size_t rows = keys.shape(0);
+        const int32_t* table = checked(tables, "tables", rows);
+        std::vector<uint8_t> shard(rows);
+        if (n < 1 || n > 255) throw std::invalid_argument("1 to 255 shards, got " + std::to_string(n));
+        for (size_t i = 0; i < rows; ++i) {
+          const uint64_t bucket = hetrec::bucket_of(hetrec::hash_row(table[i], keys.data()[i]));
+          shard[i] = static_cast<uint8_t>(bucket * n / hetrec::kBuckets);
+        }
+        return nb::cast(owned(std::move(shard)));
+      },
+      nb::arg("tables"), nb::arg("keys"), nb::arg("n"), "The shard of each row: its bucket's share of 0..n-1, uint8.");
+}
+
 }  // namespace
 
 NB_MODULE(_table, m) {
   m.attr("BUCKETS") = hetrec::kBuckets;
+  define_wire(m);
   nb::class_<EmbeddingTable>(m, "EmbeddingTable",
                              "Rows of one width by (table id, key): `dim` float32 weights, then `state_dim` values of "
                              "optimizer state, and a clock. Rows nobody pushed do not exist.")

@@ -1,0 +1,401 @@
+#include "table/wire.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstring>
+#include <string>
+
+#include "core/crc32c.h"
+
+namespace hetrec {
+
+static_assert(std::endian::native == std::endian::little, "frames are little-endian");
+
+namespace {
+
+constexpr uint32_t kRequestMagic = 0x51544548;  // "HETQ"
+constexpr uint32_t kReplyMagic = 0x52544548;    // "HETR"
+constexpr size_t kPushCrcFrom = offsetof(RequestHeader, version);
+constexpr size_t kReplyCrcFrom = offsetof(ReplyHeader, version);
+
+size_t aligned(size_t bytes) { return (bytes + 7) / 8 * 8; }
+
+struct BlockHeader {
+  int64_t base;
+  uint8_t bits;
+  uint8_t zero[7];
+};
+static_assert(sizeof(BlockHeader) == 16);
+
+// n integers as (value - base) in the fewest bits that hold the largest, packed into 64-bit words.
+template <typename T>
+void write_block(Frame* frame, int64_t n, const T* values) {
+  int64_t low = n ? values[0] : 0, high = low;
+  for (int64_t i = 0; i < n; ++i) {
+    low = std::min<int64_t>(low, values[i]);
+    high = std::max<int64_t>(high, values[i]);
+  }
+  const uint64_t range = static_cast<uint64_t>(high) - static_cast<uint64_t>(low);
+  const BlockHeader header{low, static_cast<uint8_t>(std::bit_width(range)), {}};
+  const size_t words = (static_cast<size_t>(n) * header.bits + 63) / 64;
+  const size_t at = frame->size();
+  frame->resize(at + sizeof(header) + 8 * words);
+  std::memcpy(frame->data() + at, &header, sizeof(header));
+  uint8_t* out = frame->data() + at + sizeof(header);
+  uint64_t word = 0;
+  unsigned used = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint64_t delta = static_cast<uint64_t>(static_cast<int64_t>(values[i])) - static_cast<uint64_t>(low);
+    word |= delta << used;
+    if (used + header.bits >= 64) {
+      std::memcpy(out, &word, 8);
+      out += 8;
+      word = used == 0 ? 0 : delta >> (64 - used);
+      used = used + header.bits - 64;
+    } else {
+      used += header.bits;
+    }
+  }
+  if (used > 0) std::memcpy(out, &word, 8);
+}
+
+// Reads a frame front to back; never past its end.
+class Reader {
+ public:
+  Reader(const uint8_t* at, size_t size) : at_(at), left_(size) {}
+
+  const uint8_t* take(size_t bytes) {
+    if (bytes > left_)
+      throw WireError("the frame ends early: a section needs " + std::to_string(bytes) + " bytes, " +
+                      std::to_string(left_) + " are left");
+    const uint8_t* here = at_;
+    at_ += bytes;
+    left_ -= bytes;
+    return here;
+  }
+
+  template <typename T>
+  std::vector<T> block(size_t n) {
+    BlockHeader header;
+    std::memcpy(&header, take(sizeof(header)), sizeof(header));
+    if (header.bits > 64) throw WireError("a section packs values of " + std::to_string(header.bits) + " bits");
+    const uint8_t* in = take((n * header.bits + 63) / 64 * 8);
+    std::vector<T> values(n);
+    const uint64_t mask = header.bits == 64 ? ~uint64_t{0} : (uint64_t{1} << header.bits) - 1;
+    size_t bit = 0;
+    for (size_t i = 0; i < n; ++i, bit += header.bits) {
+      uint64_t value = 0;
+      if (header.bits > 0) {
+        uint64_t word;
+        std::memcpy(&word, in + bit / 64 * 8, 8);
+        const unsigned shift = bit % 64;
+        value = word >> shift;
+        if (shift + header.bits > 64) {
+          std::memcpy(&word, in + bit / 64 * 8 + 8, 8);
+          value |= word << (64 - shift);
+        }
+      }
+      values[i] = static_cast<T>(static_cast<int64_t>(static_cast<uint64_t>(header.base) + (value & mask)));
+    }
+    return values;
+  }
+
+  void expect_end() const {
+    if (left_ != 0) throw WireError(std::to_string(left_) + " bytes too many in a frame");
+  }
+
+ private:
+  const uint8_t* at_;
+  size_t left_;
+};
+
+RowCodec codec_of(uint8_t code) {
+  if (code >= kRowCodecs) throw WireError("unknown row codec " + std::to_string(code));
+  return static_cast<RowCodec>(code);
+}
+
+void check_version(uint16_t version) {
+  if (version != kProtocolVersion) {
+    throw WireError("protocol version " + std::to_string(version) + ", this side speaks " +
+                    std::to_string(kProtocolVersion) + "; run the same release of hetrec on both sides");
+  }
+}
+
+void write_rows(Frame* frame, RowCodec codec, int64_t dim, int64_t state_dim, int64_t n, const float* rows) {
+  const auto bytes = static_cast<size_t>(encoded_row_bytes(codec, dim, state_dim));
+  const size_t at = frame->size();
+  frame->resize(at + aligned(bytes * static_cast<size_t>(n)));
+  uint8_t* out = frame->data() + at;
+  if (codec == RowCodec::kFp32) {
+    if (n > 0) std::memcpy(out, rows, bytes * static_cast<size_t>(n));
+    return;
+  }
+  for (int64_t i = 0; i < n; ++i) encode_row(codec, rows + i * (dim + state_dim), dim, state_dim, out + i * bytes);
+}
+
+void check_tables(const std::vector<int32_t>& tables) {
+  for (const int32_t table : tables) {
+    if (table < 0 || table >= 1 << 16) throw WireError("table id " + std::to_string(table) + " is outside 0..65535");
+  }
+}
+
+struct Query {
+  std::vector<int32_t> check_tables;
+  std::vector<int64_t> check_keys, check_clocks;
+  std::vector<int32_t> fetch_tables;
+  std::vector<int64_t> fetch_keys;
+};
+
+Query read_query(const RequestHeader& header, const uint8_t* frame) {
+  Reader reader(frame + sizeof(header) + header.push_bytes, header.query_bytes);
+  Query query;
+  query.check_tables = reader.block<int32_t>(header.n_check);
+  query.check_keys = reader.block<int64_t>(header.n_check);
+  query.check_clocks = reader.block<int64_t>(header.n_check);
+  query.fetch_tables = reader.block<int32_t>(header.n_fetch);
+  query.fetch_keys = reader.block<int64_t>(header.n_fetch);
+  reader.expect_end();
+  return query;
+}
+
+struct DecodedPush {
+  std::vector<int32_t> tables;
+  std::vector<int64_t> keys, clocks, starts;
+  std::vector<float> decoded;  // empty where the frame's own bytes serve
+  const float* deltas = nullptr;
+};
+
+DecodedPush read_push(const RequestHeader& header, const uint8_t* frame) {
+  Reader reader(frame + sizeof(header), header.push_bytes);
+  DecodedPush push;
+  push.tables = reader.block<int32_t>(header.n_push);
+  push.keys = reader.block<int64_t>(header.n_push);
+  push.clocks = reader.block<int64_t>(header.n_push);
+  push.starts = reader.block<int64_t>(header.n_push);  // as updates since the start: clock - start
+  for (size_t i = 0; i < push.starts.size(); ++i) {
+    if (push.starts[i] < 0 || push.clocks[i] < push.starts[i]) throw WireError("a push's clock runs backwards");
+    push.starts[i] = push.clocks[i] - push.starts[i];
+  }
+  const RowCodec codec = codec_of(header.push_codec);
+  const auto bytes = static_cast<size_t>(encoded_row_bytes(codec, header.dim, header.state_dim));
+  const uint8_t* rows = reader.take(aligned(bytes * header.n_push));
+  reader.expect_end();
+  if (codec == RowCodec::kFp32 && reinterpret_cast<uintptr_t>(rows) % alignof(float) == 0) {
+    push.deltas = reinterpret_cast<const float*>(rows);
+    return push;
+  }
+  const size_t width = header.dim + header.state_dim;
+  push.decoded.resize(width * header.n_push);
+  for (size_t i = 0; i < header.n_push; ++i) {
+    decode_row(codec, rows + i * bytes, header.dim, header.state_dim, push.decoded.data() + i * width);
+  }
+  push.deltas = push.decoded.data();
+  return push;
+}
+
+}  // namespace
+
+Frame encode_request(RequestHeader header, const PushView& push, const CheckView& check, const RowNames& fetch) {
+  const int64_t dim = header.dim, state_dim = header.state_dim;
+  header.magic = kRequestMagic;
+  header.version = kProtocolVersion;
+  header.reserved = 0;
+  header.n_push = static_cast<uint32_t>(push.n);
+  header.n_check = static_cast<uint32_t>(check.n);
+  header.n_fetch = static_cast<uint32_t>(fetch.n);
+  Frame frame(sizeof(header));
+  frame.reserve(sizeof(header) + 256 + static_cast<size_t>(push.n * (dim + state_dim) * 4 + push.n * 16) +
+                static_cast<size_t>(check.n * 16 + fetch.n * 10));
+  std::vector<int64_t> updates(static_cast<size_t>(push.n));
+  for (int64_t i = 0; i < push.n; ++i) updates[static_cast<size_t>(i)] = push.clocks[i] - push.start_clocks[i];
+  write_block(&frame, push.n, push.tables);
+  write_block(&frame, push.n, push.keys);
+  write_block(&frame, push.n, push.clocks);
+  write_block(&frame, push.n, updates.data());
+  write_rows(&frame, codec_of(header.push_codec), dim, state_dim, push.n, push.deltas);
+  header.push_bytes = frame.size() - sizeof(header);
+  write_block(&frame, check.n, check.tables);
+  write_block(&frame, check.n, check.keys);
+  write_block(&frame, check.n, check.clocks);
+  write_block(&frame, fetch.n, fetch.tables);
+  write_block(&frame, fetch.n, fetch.keys);
+  header.query_bytes = frame.size() - sizeof(header) - header.push_bytes;
+  header.query_crc = crc32c(frame.data() + sizeof(header) + header.push_bytes, header.query_bytes);
+  std::memcpy(frame.data(), &header, sizeof(header));
+  header.push_crc = crc32c(frame.data() + kPushCrcFrom, sizeof(header) - kPushCrcFrom + header.push_bytes);
+  std::memcpy(frame.data(), &header, sizeof(header));
+  return frame;
+}
+
+RequestHeader parse_request(const uint8_t* frame, size_t size, uint64_t max_rows) {
+  RequestHeader header;
+  if (size < sizeof(header)) throw WireError("a request has at least 96 bytes, got " + std::to_string(size));
+  std::memcpy(&header, frame, sizeof(header));
+  if (header.magic != kRequestMagic) throw WireError("these bytes are not a request: they do not begin with HETQ");
+  check_version(header.version);
+  const size_t body = size - sizeof(header);
+  if (header.push_bytes > body || header.query_bytes != body - header.push_bytes) {
+    throw WireError("a request of " + std::to_string(size) + " bytes announces other sizes of its parts");
+  }
+  if (header.push_crc != crc32c(frame + kPushCrcFrom, sizeof(header) - kPushCrcFrom + header.push_bytes) ||
+      header.query_crc != crc32c(frame + sizeof(header) + header.push_bytes, header.query_bytes)) {
+    throw WireError("a request's checksum does not match: it was altered on its way");
+  }
+  const uint64_t rows = uint64_t{header.n_push} + header.n_check + header.n_fetch;
+  if (rows > max_rows) {
+    throw WireError("a request is about " + std::to_string(rows) + " rows, the limit is " + std::to_string(max_rows) +
+                    "; split it, or raise --max-rows");
+  }
+  if (header.dim == 0 || header.dim > 1 << 20 || header.state_dim > 1 << 20) {
+    throw WireError("a request is about rows of " + std::to_string(header.dim) + " + " +
+                    std::to_string(header.state_dim) + " values");
+  }
+  codec_of(header.push_codec);
+  codec_of(header.fetch_codec);
+  check_tables(read_push(header, frame).tables);
+  const Query query = read_query(header, frame);
+  check_tables(query.check_tables);
+  check_tables(query.fetch_tables);
+  return header;
+}
+
+Frame push_part(const uint8_t* frame, size_t size) {
+  RequestHeader header;
+  if (size < sizeof(header)) throw WireError("not a request");
+  std::memcpy(&header, frame, sizeof(header));
+  Frame part(frame, frame + sizeof(header) + header.push_bytes);
+  header.n_check = header.n_fetch = 0;
+  for (int i = 0; i < 5; ++i) write_block<int64_t>(&part, 0, nullptr);
+  header.query_bytes = part.size() - sizeof(header) - header.push_bytes;
+  header.query_crc = crc32c(part.data() + sizeof(header) + header.push_bytes, header.query_bytes);
+  std::memcpy(part.data(), &header, sizeof(header));
+  header.push_crc = crc32c(part.data() + kPushCrcFrom, sizeof(header) - kPushCrcFrom + header.push_bytes);
+  std::memcpy(part.data(), &header, sizeof(header));
+  return part;
+}
+
+void apply_push(EmbeddingTable& table, const uint8_t* frame, size_t size, ClockRule rule) {
+  RequestHeader header;
+  if (size < sizeof(header)) throw WireError("not a request");
+  std::memcpy(&header, frame, sizeof(header));
+  const DecodedPush push = read_push(header, frame);
+  table.push({header.n_push, push.tables.data(), push.keys.data(), push.starts.data(), push.clocks.data(), push.deltas},
+             rule);
+}
+
+Frame answer(const EmbeddingTable& table, const uint8_t* frame, size_t size, uint64_t generation) {
+  RequestHeader request;
+  if (size < sizeof(request)) throw WireError("not a request");
+  std::memcpy(&request, frame, sizeof(request));
+  const Query query = read_query(request, frame);
+  const RowCodec codec = codec_of(request.fetch_codec);
+  const auto bytes = static_cast<size_t>(encoded_row_bytes(codec, request.dim, request.state_dim));
+
+  std::vector<uint8_t> fresh((request.n_fetch + 63) / 64 * 8, 0);
+  std::vector<int64_t> clocks, stale_clocks;
+  std::vector<int32_t> stale;
+  clocks.reserve(request.n_fetch);
+  Frame rows(bytes * request.n_fetch), stale_rows;
+  size_t n_written = 0;
+  table.visit(request.n_fetch, query.fetch_tables.data(), query.fetch_keys.data(),
+              [&](int64_t i, const float* row, int64_t clock) {
+                if (row == nullptr) {
+                  fresh[static_cast<size_t>(i / 8)] |= static_cast<uint8_t>(1 << (i % 8));
+                  return;
+                }
+                clocks.push_back(clock);
+                encode_row(codec, row, request.dim, request.state_dim, rows.data() + bytes * n_written++);
+              });
+  table.visit(
+      request.n_check, query.check_tables.data(), query.check_keys.data(),
+      [&](int64_t i, const float* row, int64_t clock) {
+        if (row == nullptr || read_is_fresh(clock, query.check_clocks[static_cast<size_t>(i)], request.staleness)) {
+          return;
+        }
+        stale.push_back(static_cast<int32_t>(i));
+        stale_clocks.push_back(clock);
+        stale_rows.resize(stale_rows.size() + bytes);
+        encode_row(codec, row, request.dim, request.state_dim, stale_rows.data() + stale_rows.size() - bytes);
+      });
+
+  ReplyHeader header{};
+  header.magic = kReplyMagic;
+  header.version = kProtocolVersion;
+  header.codec = request.fetch_codec;
+  header.dim = request.dim;
+  header.state_dim = request.state_dim;
+  header.n_fetch = request.n_fetch;
+  header.n_written = static_cast<uint32_t>(n_written);
+  header.n_stale = static_cast<uint32_t>(stale.size());
+  header.generation = generation;
+  header.sequence = request.sequence;
+  Frame reply(sizeof(header));
+  reply.reserve(sizeof(header) + fresh.size() + bytes * n_written + stale_rows.size() + 10 * (clocks.size() + 16));
+  reply.insert(reply.end(), fresh.begin(), fresh.end());
+  write_block(&reply, static_cast<int64_t>(clocks.size()), clocks.data());
+  reply.insert(reply.end(), rows.begin(), rows.begin() + static_cast<int64_t>(bytes * n_written));
+  reply.resize(aligned(reply.size()));
+  write_block(&reply, static_cast<int64_t>(stale.size()), stale.data());
+  write_block(&reply, static_cast<int64_t>(stale.size()), stale_clocks.data());
+  reply.insert(reply.end(), stale_rows.begin(), stale_rows.end());
+  reply.resize(aligned(reply.size()));
+  std::memcpy(reply.data(), &header, sizeof(header));
+  header.crc = crc32c(reply.data() + kReplyCrcFrom, reply.size() - kReplyCrcFrom);
+  std::memcpy(reply.data(), &header, sizeof(header));
+  return reply;
+}
+
+Reply decode_reply(const uint8_t* frame, size_t size) {
+  Reply reply;
+  ReplyHeader& header = reply.header;
+  if (size < sizeof(header)) throw WireError("a reply has at least 48 bytes, got " + std::to_string(size));
+  std::memcpy(&header, frame, sizeof(header));
+  if (header.magic != kReplyMagic) throw WireError("these bytes are not a reply: they do not begin with HETR");
+  check_version(header.version);
+  if (header.crc != crc32c(frame + kReplyCrcFrom, size - kReplyCrcFrom)) {
+    throw WireError("a reply's checksum does not match: it was altered on its way");
+  }
+  const RowCodec codec = codec_of(header.codec);
+  const size_t width = size_t{header.dim} + header.state_dim;
+  const auto bytes = static_cast<size_t>(encoded_row_bytes(codec, header.dim, header.state_dim));
+  Reader reader(frame + sizeof(header), size - sizeof(header));
+  const uint8_t* fresh_bits = reader.take((size_t{header.n_fetch} + 63) / 64 * 8);
+  const std::vector<int64_t> clocks = reader.block<int64_t>(header.n_written);
+  const uint8_t* rows = reader.take(aligned(bytes * header.n_written));
+  reply.fresh.resize(header.n_fetch);
+  reply.clocks.resize(header.n_fetch);
+  reply.rows.resize(width * header.n_fetch);
+  size_t next = 0;
+  for (size_t i = 0; i < header.n_fetch; ++i) {
+    reply.fresh[i] = fresh_bits[i / 8] >> (i % 8) & 1;
+    if (reply.fresh[i]) continue;
+    if (next == header.n_written) throw WireError("a reply holds fewer rows than it announces");
+    reply.clocks[i] = clocks[next];
+    decode_row(codec, rows + bytes * next++, header.dim, header.state_dim, reply.rows.data() + width * i);
+  }
+  if (next != header.n_written) throw WireError("a reply holds more rows than were asked for");
+  reply.stale = reader.block<int32_t>(header.n_stale);
+  reply.stale_clocks = reader.block<int64_t>(header.n_stale);
+  const uint8_t* stale_rows = reader.take(aligned(bytes * header.n_stale));
+  reader.expect_end();
+  reply.stale_rows.resize(width * header.n_stale);
+  for (size_t i = 0; i < header.n_stale; ++i) {
+    decode_row(codec, stale_rows + bytes * i, header.dim, header.state_dim, reply.stale_rows.data() + width * i);
+  }
+  return reply;
+}
+
+void rounding_errors(RowCodec codec, int64_t n, int64_t dim, int64_t state_dim, float* rows) {
+  const int64_t width = dim + state_dim;
+  std::vector<uint8_t> encoded(static_cast<size_t>(encoded_row_bytes(codec, dim, state_dim)));
+  std::vector<float> decoded(static_cast<size_t>(width));
+  for (int64_t i = 0; i < n; ++i) {
+    float* row = rows + i * width;
+    encode_row(codec, row, dim, state_dim, encoded.data());
+    decode_row(codec, encoded.data(), dim, state_dim, decoded.data());
+    for (int64_t d = 0; d < width; ++d) row[d] -= decoded[static_cast<size_t>(d)];
+  }
+}
+
+}  // namespace hetrec

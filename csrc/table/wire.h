@@ -1,0 +1,106 @@
+// The exchange protocol's frames (cache_backend/PROTOCOL.md): bit-packed integers, encoded rows, checksums.
+//
+// A frame is checked as a whole before any of it is used: what is cut, garbled or of another version throws WireError.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#include "core/row_codec.h"
+#include "table/embedding_table.h"
+
+namespace hetrec {
+
+constexpr uint16_t kProtocolVersion = 1;
+
+struct WireError : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
+
+// Everything of a request but its arrays.
+struct RequestHeader {
+  uint32_t magic;
+  uint32_t push_crc;   // of the bytes from `version` to the end of the push part
+  uint32_t query_crc;  // of the query part
+  uint16_t version;
+  uint8_t push_codec;
+  uint8_t fetch_codec;
+  uint32_t dim;
+  uint32_t state_dim;
+  uint32_t staleness;
+  uint32_t n_push;
+  uint32_t n_check;
+  uint32_t n_fetch;
+  uint32_t reserved;
+  uint64_t generation;
+  uint64_t worker;
+  uint64_t session;
+  uint64_t sequence;
+  uint64_t push_bytes;
+  uint64_t query_bytes;
+};
+static_assert(sizeof(RequestHeader) == 96);
+
+struct ReplyHeader {
+  uint32_t magic;
+  uint32_t crc;  // of the bytes from `version` to the end
+  uint16_t version;
+  uint8_t codec;
+  uint8_t reserved;
+  uint32_t dim;
+  uint32_t state_dim;
+  uint32_t n_fetch;
+  uint32_t n_written;
+  uint32_t n_stale;
+  uint64_t generation;
+  uint64_t sequence;
+};
+static_assert(sizeof(ReplyHeader) == 48);
+
+struct CheckView {
+  int64_t n;
+  const int32_t* tables;
+  const int64_t* keys;
+  const int64_t* clocks;
+};
+
+struct RowNames {
+  int64_t n;
+  const int32_t* tables;
+  const int64_t* keys;
+};
+
+using Frame = std::vector<uint8_t>;
+
+// Writes a request. Counts, sizes and checksums of `header` are filled in.
+Frame encode_request(RequestHeader header, const PushView& push, const CheckView& check, const RowNames& fetch);
+
+// Checks a frame's structure and both checksums. A request about more than `max_rows` rows is refused before room is
+// made for them: a few bytes can announce any number.
+RequestHeader parse_request(const uint8_t* frame, size_t size, uint64_t max_rows);
+
+// The part of a request that changes rows, for the log: header and push part, with nothing to query.
+Frame push_part(const uint8_t* frame, size_t size);
+
+// Applies the pushes of a request that parse_request accepted.
+void apply_push(EmbeddingTable& table, const uint8_t* frame, size_t size, ClockRule rule);
+
+// Answers the checks and fetches of a request that parse_request accepted.
+Frame answer(const EmbeddingTable& table, const uint8_t* frame, size_t size, uint64_t generation);
+
+struct Reply {
+  ReplyHeader header;
+  std::vector<uint8_t> fresh;  // n_fetch
+  std::vector<int64_t> clocks;
+  std::vector<float> rows;  // n_fetch x width; fresh rows are left zero
+  std::vector<int32_t> stale;
+  std::vector<int64_t> stale_clocks;
+  std::vector<float> stale_rows;
+};
+Reply decode_reply(const uint8_t* frame, size_t size);
+
+// Replaces each row by what its receiver will miss: row - decode(encode(row)).
+void rounding_errors(RowCodec codec, int64_t n, int64_t dim, int64_t state_dim, float* rows);
+
+}  // namespace hetrec
