@@ -14,8 +14,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +26,15 @@ import pyarrow.parquet as pq
 from cache_backend._table import BUCKETS, EmbeddingTable
 from cache_backend.store import TableSchema
 
-__all__ = ["Snapshot", "SnapshotError", "read_snapshot", "write_snapshot"]
+__all__ = [
+    "Snapshot",
+    "SnapshotError",
+    "new_snapshot",
+    "read_snapshot",
+    "write_manifest",
+    "write_rows_files",
+    "write_snapshot",
+]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -37,10 +47,12 @@ class SnapshotError(ValueError):
 
 @dataclass
 class Part:
-    """A bounded run of rows of one format. rows float32 (n, dim + state_dim)."""
+    """A bounded run of rows of one format. buckets int32, keys and clocks int64, each (n,); rows float32
+    (n, dim + state_dim)."""
 
     dim: int
     state_dim: int
+    buckets: np.ndarray
     tables: pa.Array
     keys: np.ndarray
     clocks: np.ndarray
@@ -74,9 +86,9 @@ class Snapshot:
                     table = batch.column("table")
                     if not isinstance(table, pa.DictionaryArray):
                         table = table.dictionary_encode()
-                    yield Part(
-                        dim, state_dim, table, batch.column("key").to_numpy(), batch.column("clock").to_numpy(), rows
-                    )
+                    integers = (batch.column(name).to_numpy() for name in ("bucket", "key", "clock"))
+                    buckets, keys, clocks = integers
+                    yield Part(dim, state_dim, buckets, table, keys, clocks, rows)
 
 
 def write_snapshot(
@@ -87,28 +99,54 @@ def write_snapshot(
     Raises:
         FileExistsError: ``path`` exists; snapshots are never overwritten.
     """
+    with new_snapshot(path) as folder:
+        write_manifest(folder, schemas, write_rows_files(folder, "rows", schemas, groups))
+
+
+@contextmanager
+def new_snapshot(path: Path) -> Iterator[Path]:
+    """A folder under a temporary name that becomes ``path`` when the block ends well, and nothing when it does not.
+
+    Raises:
+        FileExistsError: ``path`` exists; snapshots are never overwritten.
+    """
     if path.exists():
         raise FileExistsError(f"{path} exists, and snapshots are never overwritten: remove it or choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     try:
-        files = {}
-        for (dim, state_dim), table in groups.items():
-            name = f"rows-{dim}x{state_dim}.parquet"
-            rows = _write_rows(building / name, [schema.name for schema in schemas], table)
-            files[name] = {"rows": rows, "sha256": _sha256(building / name)}
-        manifest = {"format": FORMAT, "tables": [asdict(schema) for schema in schemas], "files": files}
-        with open(building / MANIFEST, "w") as f:
-            json.dump(manifest, f, indent=1)
-            f.flush()
-            os.fsync(f.fileno())
-        _fsync_folder(building)
         building.chmod(0o755)  # mkdtemp makes it private
+        yield building
+        _fsync_folder(building)
         building.rename(path)
         _fsync_folder(path.parent)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
+
+
+def write_rows_files(
+    folder: Path,
+    prefix: str,
+    schemas: Sequence[TableSchema],
+    groups: Mapping[tuple[int, int], EmbeddingTable],
+) -> dict[str, dict[str, Any]]:
+    """One file a row format, ``PREFIX-DIMxSTATE.parquet``; returns what the manifest says of them."""
+    files = {}
+    for (dim, state_dim), table in groups.items():
+        name = f"{prefix}-{dim}x{state_dim}.parquet"
+        rows = _write_rows(folder / name, [schema.name for schema in schemas], table)
+        files[name] = {"rows": rows, "sha256": _sha256(folder / name)}
+    return files
+
+
+def write_manifest(folder: Path, schemas: Sequence[TableSchema], files: Mapping[str, Mapping[str, Any]]) -> None:
+    """The last file of a snapshot: what tables there are, and each file's row count and checksum."""
+    manifest = {"format": FORMAT, "tables": [asdict(schema) for schema in schemas], "files": files}
+    with open(folder / MANIFEST, "w") as f:
+        json.dump(manifest, f, indent=1)
+        f.flush()
+        os.fsync(f.fileno())
 
 
 def read_snapshot(path: Path) -> Snapshot:

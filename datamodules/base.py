@@ -11,7 +11,7 @@ from torch import distributed
 from datamodules.errors import DataError
 from datamodules.files import ParquetFiles
 from datamodules.loader import ParquetLoader
-from datamodules.plan import EpochPlan, Rows, make_units
+from datamodules.plan import EpochPlan, Rows, Unit, make_units
 from datamodules.reader import Columns, WindowReader
 from hetrec.data import FeatureSpec
 from hetrec.lookahead import LookaheadLoader
@@ -92,6 +92,7 @@ class HetDataModule(LightningDataModule):
         self.shuffle_buffer = shuffle_buffer
         self.seed = seed
         self._files: dict[str, ParquetFiles] = {}
+        self._units: dict[tuple[Role, Rows], tuple[Unit, ...]] = {}
         self._announced = False  # prepare_data is called before every stage; what it found is said once
         self._loaders: list[LookaheadLoader] = []
 
@@ -134,7 +135,7 @@ class HetDataModule(LightningDataModule):
         for path in files.paths:
             if path not in holders:
                 raise DataError(self.missing_label_message(path, role))
-        if not make_units(files.group_rows, rows):
+        if not self._units_of(role, rows):
             raise DataError(
                 f"the {split} split is empty: data.{role}={getattr(self, role)!r} has {files.rows} rows, with "
                 f"val_fraction={self.val_fraction} and test_fraction={self.test_fraction}. Give more rows, or "
@@ -185,23 +186,33 @@ class HetDataModule(LightningDataModule):
         return files, Rows(0, total, ranges[split], self.seed)
 
     def train_dataloader(self) -> LookaheadLoader:
-        return self._loader(*self._split_rows("train"), shuffle=self.shuffle)
+        # overfit_batches asks for the same batches in every epoch.
+        overfit = getattr(self.trainer, "overfit_batches", 0) > 0
+        return self._split_loader("train", shuffle=self.shuffle and not overfit)
 
     def val_dataloader(self) -> LookaheadLoader | list[Any]:
-        return self._loader(*self._split_rows("val")) if self.has_val else []
+        return self._split_loader("val") if self.has_val else []
 
     def test_dataloader(self) -> LookaheadLoader | list[Any]:
-        return self._loader(*self._split_rows("test")) if self.has_test else []
+        return self._split_loader("test") if self.has_test else []
 
     def predict_dataloader(self) -> LookaheadLoader:
         """All rows of ``path``, in their order. Labels are not needed, and NaN in the batches."""
-        files = self._open("path")
-        return self._loader(files, Rows(0, files.rows), labelled=False)
+        return self._loader("path", Rows(0, self._open("path").rows), labelled=False)
 
-    def _loader(self, files: ParquetFiles, rows: Rows, shuffle: bool = False, labelled: bool = True) -> LookaheadLoader:
+    def _split_loader(self, split: Split, shuffle: bool = False) -> LookaheadLoader:
+        return self._loader(self._role(split), self._split_rows(split)[1], shuffle)
+
+    def _units_of(self, role: Role, rows: Rows) -> tuple[Unit, ...]:
+        if (role, rows) not in self._units:  # a hash split of billions of rows takes a while to count
+            self._units[role, rows] = tuple(make_units(self._open(role).group_rows, rows))
+        return self._units[role, rows]
+
+    def _loader(self, role: Role, rows: Rows, shuffle: bool = False, labelled: bool = True) -> LookaheadLoader:
+        files = self._open(role)
         rank, world_size = self._rank()
         plan = EpochPlan(
-            units=tuple(make_units(files.group_rows, rows)),
+            units=self._units_of(role, rows),
             batch_size=self.batch_size,
             window_rows=self.shuffle_buffer,
             shuffle=shuffle,

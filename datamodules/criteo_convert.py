@@ -92,6 +92,9 @@ def convert(
         "part_bytes": max(part_bytes, sum(s.st_size for _, s in states) // _MOST_PARTS),
         "sources": [{"path": p, "bytes": s.st_size, "modified_ns": s.st_mtime_ns} for p, s in states],
     }
+    manifest = read_manifest(final)
+    if manifest is not None and manifest.get("plan") == plan:
+        return manifest  # without a lock: it may lie where nothing can be written
     with exclusive(final, "data.cache_dir"):
         manifest = read_manifest(final)
         if manifest is not None and manifest.get("plan") == plan:

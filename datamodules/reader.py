@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from datamodules.columns import Bags, DenseColumn, SparseColumn, bags, dense_values, keys, label_values
+from datamodules.errors import DataError
 from datamodules.files import ParquetFiles
 from datamodules.plan import EpochPlan, Rows, Unit
 
@@ -108,7 +109,7 @@ class WindowReader:
                     values = keys(batch[feature.name], feature, where)
                     pieces[i].append(Bags(values, np.ones(len(values), dtype=np.int64)))
             at = end
-        assert at == count, f"{at} rows where the plan has {count}: a file changed since its footer was read"
+        assert at == count
 
         order = self.plan.window_permutation(epoch, window)
         if order is not None:
@@ -129,9 +130,18 @@ class WindowReader:
     def _chunks(self, epoch: int, window: int) -> Iterator[tuple[int, dict[str, pa.Array]]]:
         for piece in self.plan.window_slices(epoch, window):
             if self._cursor is None or not self._cursor.can_reach(piece.unit, piece.start):
-                self._cursor = _Cursor(piece.unit, self._batches(piece.unit))
+                self._cursor = _Cursor(piece.unit, self._readable(piece.unit))
             for batch in self._cursor.take(piece.start, piece.stop):
                 yield piece.unit.file, self._complete(piece.unit.file, batch)
+
+    def _readable(self, unit: Unit) -> Iterator[pa.RecordBatch]:
+        """The rows of a unit that belong to the split; what goes wrong in the file is said in its name."""
+        path = self.files.paths[unit.file]
+        try:
+            yield from self._batches(unit)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path} cannot be read: {error}. Was it damaged, or changed since the start?") from error
+        raise DataError(f"{path} has fewer rows than its footer said at the start; start again when it is complete")
 
     def _batches(self, unit: Unit) -> Iterator[pa.RecordBatch]:
         """The rows of a unit that belong to the split, a chunk at a time."""

@@ -190,6 +190,9 @@ def write_synthetic(rows: SyntheticRows, folder: Path) -> dict[str, Any]:
         beats but by chance), ``click_rate`` and the cardinalities.
     """
     wanted = {"format": _FORMAT, **asdict(rows)}
+    manifest = read_manifest(folder)
+    if manifest is not None and manifest["parameters"] == wanted:
+        return manifest  # without a lock: it may lie where nothing can be written
     with exclusive(folder, "data.path"):
         manifest = read_manifest(folder)
         if manifest is not None and manifest["parameters"] == wanted:

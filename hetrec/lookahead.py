@@ -26,8 +26,7 @@ class _Reader:
         self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=max(1, depth))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(batches, skip), name="hetrec-lookahead", daemon=True)
-        # A daemon thread that still runs native code while the interpreter is torn down can crash it.
-        atexit.register(_close_if_alive, weakref.ref(self))
+        _readers.add(self)
         self._thread.start()
 
     def _run(self, batches: Iterable[Batch], skip: int) -> None:
@@ -68,9 +67,13 @@ class _Reader:
         self._thread.join(timeout)
 
 
-def _close_if_alive(reference: weakref.ref[_Reader]) -> None:
-    reader = reference()
-    if reader is not None:
+_readers: weakref.WeakSet[_Reader] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    # A daemon thread that still runs native code while the interpreter is torn down can crash it.
+    for reader in list(_readers):
         reader.close(_CLOSE_S)
 
 

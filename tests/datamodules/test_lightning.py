@@ -110,6 +110,11 @@ def test_fewer_steps_than_rows_and_the_next_epoch_is_another_one(folder: Path, t
     assert model.seen == [*whole[:3], *whole[10:13]]
 
 
+def test_overfitting_takes_the_same_batches_in_every_epoch(folder: Path, tmp_path: Path) -> None:
+    seen = fit(folder, tmp_path / "run", max_epochs=3, overfit_batches=2).seen
+    assert [ids for _, ids in seen] == [list(range(10)), list(range(10, 20))] * 3
+
+
 RANKS = """
 import os, sys
 import torch

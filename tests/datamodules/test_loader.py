@@ -135,6 +135,21 @@ def test_an_error_in_a_worker_is_the_reader_s_own(id_files: Fixture, id_loader: 
     assert "Traceback" not in str(caught.value)
 
 
+@pytest.mark.parametrize("damage", ["shorter", "garbage", "gone"])
+def test_a_file_that_changes_under_the_reader_is_named(id_files: Fixture, id_loader: Fixture, damage: str) -> None:
+    folder = id_files([30, 3000])
+    loader = id_loader(folder, shuffle=False)
+    path = folder / "part-001.parquet"
+    if damage == "shorter":
+        pq.write_table(pq.read_table(path).slice(0, 990), path)
+    elif damage == "garbage":
+        path.write_bytes(path.read_bytes()[:2000] + bytes(100) + b"PAR1")
+    else:
+        path.unlink()
+    with pytest.raises(DataError, match=r"part-001\.parquet (cannot be read|has fewer rows)"):
+        list(loader)
+
+
 def test_ranks_without_a_row_take_empty_steps(id_files: Fixture, id_loader: Fixture) -> None:
     folder = id_files([1])
     batches = [list(id_loader(folder, rank, 3)) for rank in range(3)]

@@ -115,6 +115,7 @@ def assert_same_training(one: Path, other: Path) -> None:
             ["cache.rows=5", "cache.fraction=0.5"],
             "cache.rows (5) and cache.fraction (0.5) exclude each other; give one",
         ),
+        (["data.batch_size=0"], "data.batch_size=0; expected 1 or more"),
         (["ckpt_path=none.ckpt"], "no checkpoint file at 'none.ckpt'"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
