@@ -35,6 +35,24 @@ Kind = Literal[
 ]
 
 
+_TEXTS = (
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_string_view,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+    pa.types.is_binary_view,
+    pa.types.is_fixed_size_binary,
+)
+_LISTS = (
+    pa.types.is_list,
+    pa.types.is_large_list,
+    pa.types.is_fixed_size_list,
+    pa.types.is_list_view,
+    pa.types.is_large_list_view,
+)
+
+
 def kind_of(dtype: pa.DataType) -> Kind:
     """What a column of this Arrow type can be used as."""
     if pa.types.is_dictionary(dtype):
@@ -45,17 +63,13 @@ def kind_of(dtype: pa.DataType) -> Kind:
         return "integer"
     if pa.types.is_floating(dtype):
         return "float"
-    if pa.types.is_string(dtype) or pa.types.is_binary(dtype) or _is_large(dtype):
+    if any(is_text(dtype) for is_text in _TEXTS):
         return "string"
-    if pa.types.is_list(dtype) or pa.types.is_large_list(dtype) or pa.types.is_fixed_size_list(dtype):
+    if any(is_list(dtype) for is_list in _LISTS):
         inner = kind_of(dtype.value_type)
         if inner in ("integer", "string", "float", "null"):
             return f"list<{inner}>"  # type: ignore[return-value]
     return "other"
-
-
-def _is_large(dtype: pa.DataType) -> bool:
-    return pa.types.is_large_string(dtype) or pa.types.is_large_binary(dtype)
 
 
 @dataclass(frozen=True)
@@ -145,8 +159,8 @@ def _integer_keys(column: pa.Array, feature: SparseColumn, where: str) -> npt.ND
 
 
 def _string_keys(column: pa.Array, feature: SparseColumn, where: str) -> npt.NDArray[np.int64]:
-    encoded = column.dictionary_encode()
-    distinct = encoded.dictionary.cast(pa.large_binary())
+    encoded = column.cast(pa.large_binary()).dictionary_encode()
+    distinct = encoded.dictionary
     offsets = np.frombuffer(distinct.buffers()[1], dtype=np.int64)[
         distinct.offset : distinct.offset + len(distinct) + 1
     ]

@@ -43,11 +43,12 @@ def list_parquet(path: Path) -> list[Path]:
 
 @dataclass
 class Column:
-    """A column of the union: what it can be used as, the span of its integers (where the footers tell), and a file in
-    which it is a float (or a list of floats), if there is one."""
+    """A column of the union: what it can be used as, its type in the first file that has values of it, the span of its
+    integers (where the footers tell), and a file in which it is a float (or a list of floats), if there is one."""
 
     name: str
     kind: Kind
+    dtype: str
     smallest: int | None = None
     largest: int | None = None
     float_in: str | None = None
@@ -111,7 +112,7 @@ class ParquetFiles:
     def _unite(self, name: str, kind: Kind, dtype: str, file: str, origins: dict[str, str]) -> None:
         known = self.columns.get(name)
         if known is None:
-            self.columns[name] = Column(name, kind)
+            self.columns[name] = Column(name, kind, dtype)
         else:
             both = widen(known.kind, kind)
             if both is None:
@@ -119,6 +120,8 @@ class ParquetFiles:
                     f"column {name!r} is {dtype} in {file} and {origins[name]}; these have no common type. "
                     f"Write the files with one type, or read them apart"
                 )
+            if known.kind == "null":
+                known.dtype = dtype
             known.kind = both
         if name not in origins or "null" in origins[name].split(" in ")[0]:
             origins[name] = f"{dtype} in {file}"
@@ -150,7 +153,7 @@ class ParquetFiles:
             in_files = self.columns[name].kind if name in self.columns else "null"
             integers = all(re.fullmatch(r"-?\d{1,18}", text or "") for text in texts)
             as_integer[name] = integers and in_files in ("null", "integer", "float")
-            self.columns.setdefault(name, Column(name, "integer" if as_integer[name] else "string"))
+            self.columns.setdefault(name, Column(name, "null", "folder"))
             if in_files == "null":
                 self.columns[name].kind = "integer" if as_integer[name] else "string"
         for file, values in enumerate(raw):

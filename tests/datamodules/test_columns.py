@@ -35,7 +35,17 @@ def test_strings_hash_as_fnv1a(texts: list[str]) -> None:
     assert hash_bytes(np.frombuffer(b"".join(encoded), np.uint8), offsets).tolist() == [fnv1a(t) for t in encoded]
 
 
-@pytest.mark.parametrize("dtype", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int8(), pa.string())])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pa.string(),
+        pa.large_string(),
+        pa.string_view(),
+        pa.binary(),
+        pa.binary_view(),
+        pa.dictionary(pa.int8(), pa.string()),
+    ],
+)
 def test_a_string_has_one_key_whatever_the_column_type(dtype: pa.DataType) -> None:
     column = pa.array(["fish", "", None, "fish", "æ"], pa.string()).cast(pa.string())
     column = column.dictionary_encode().cast(dtype) if pa.types.is_dictionary(dtype) else column.cast(dtype)
@@ -58,6 +68,13 @@ def test_integers_of_every_width_are_their_own_keys(dtype: pa.DataType) -> None:
 def test_nulls_hide_in_either_half_of_a_dictionary() -> None:
     column = pa.DictionaryArray.from_arrays(pa.array([0, None, 1, 2]), pa.array([5, None, 6]))
     assert keys(column, SparseColumn("x"), "file").tolist() == [5, MISSING_KEY, MISSING_KEY, 6]
+
+
+def test_bytes_of_one_length_are_strings() -> None:
+    assert keys(pa.array([b"ab", None], pa.binary(2)), SparseColumn("x"), "file").tolist() == [
+        fnv1a(b"ab"),
+        MISSING_KEY,
+    ]
 
 
 def test_booleans_and_columns_without_a_value() -> None:
@@ -113,7 +130,11 @@ def test_what_is_not_hexadecimal_is_found(text: str, others: list[str]) -> None:
 lists = st.lists(st.one_of(st.none(), st.lists(st.one_of(st.none(), st.integers(-5, 5)), max_size=4)), max_size=8)
 
 
-@given(lists, st.sampled_from([pa.list_(pa.int64()), pa.large_list(pa.int16()), pa.list_(pa.string())]), st.data())
+@given(
+    lists,
+    st.sampled_from([pa.list_(pa.int64()), pa.large_list(pa.int16()), pa.list_(pa.string()), pa.list_view(pa.int64())]),
+    st.data(),
+)
 def test_bags_and_weights(rows: list[list[int | None] | None], dtype: pa.DataType, data: st.DataObject) -> None:
     strings = dtype.value_type == pa.string()
     drawn = [None if r is None else [None if v is None else str(v) if strings else v for v in r] for r in rows]

@@ -140,7 +140,13 @@ def test_a_conflict_between_files_names_column_and_files(
 
 def test_a_float_column_cannot_be_keys(write: Write) -> None:
     path = write(a={"label": [0], "x": [1]}, b={"label": [0], "x": [1.0]})
-    with pytest.raises(DataError, match=r"'x' cannot be a sparse feature.*b\.parquet"):
+    with pytest.raises(DataError, match=r"'x' cannot be a sparse feature: it is a float in .*b\.parquet"):
+        module(path, sparse=["x"])
+
+
+def test_a_date_cannot_be_keys(write: Write) -> None:
+    path = write(a={"label": [0], "x": pa.nulls(1)}, b={"label": [0], "x": pa.array([0], pa.date32())})
+    with pytest.raises(DataError, match=r"'x' cannot be a sparse feature: it is date32"):
         module(path, sparse=["x"])
 
 
