@@ -7,10 +7,13 @@ Nothing imported here needs torch, so that a process which only serves tables do
 from cache_backend.config import CacheConfig, EmbeddingOptimizer
 from cache_backend.snapshot import SnapshotError
 from cache_backend.stats import CacheStats
-from cache_backend.store import EmbeddingStore, ExchangeReply, ExchangeRequest, StoreStats, TableSchema
+from cache_backend.store import EmbeddingStore, ExchangeReply, ExchangeRequest, StoreError, StoreStats, TableSchema
+from cache_backend.stores.auto import AutoStore
 from cache_backend.stores.local import LocalStore
+from cache_backend.stores.remote import RemoteStore
 
 __all__ = [
+    "AutoStore",
     "CacheConfig",
     "CacheStats",
     "EmbeddingOptimizer",
@@ -18,7 +21,9 @@ __all__ = [
     "ExchangeReply",
     "ExchangeRequest",
     "LocalStore",
+    "RemoteStore",
     "SnapshotError",
+    "StoreError",
     "StoreStats",
     "TableSchema",
 ]

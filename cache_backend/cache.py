@@ -140,7 +140,7 @@ class Cache:
             self._commit(plan.slots[stale], 0, reply.stale_rows, reply.stale_clocks, never_fresh)
             self.stats.stale += len(stale)
             self.stats.hits -= len(stale)
-        self.stats.bytes_received += reply.nbytes
+        self._count_reply(reply)
 
     def settle(self, plan: CachePlan) -> None:
         """Refresh, now that the batches before have made their updates, the rows that these updates made invalid."""
@@ -229,7 +229,7 @@ class Cache:
         self._count_request(request)
         reply = self._store.exchange(request)
         self._commit(slots[selected], 0, reply.rows, reply.clocks, reply.fresh)
-        self.stats.bytes_received += reply.nbytes
+        self._count_reply(reply)
 
     def _commit(self, slots: Tensor, inserted: int, rows, clocks, fresh) -> None:  # type: ignore[no-untyped-def]
         ops.cache_commit(
@@ -261,7 +261,10 @@ class Cache:
     def _count_request(self, request: ExchangeRequest) -> None:
         self.stats.pushed += len(request.push.keys)
         self.stats.fetched += len(request.fetch.keys)
-        self.stats.bytes_sent += request.nbytes
+
+    def _count_reply(self, reply: ExchangeReply) -> None:
+        self.stats.bytes_sent += reply.bytes_sent
+        self.stats.bytes_received += reply.bytes_received
 
 
 def _push_arrays(push: list[Tensor]) -> Push:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,9 +16,14 @@ __all__ = [
     "ExchangeRequest",
     "Fetch",
     "Push",
+    "StoreError",
     "StoreStats",
     "TableSchema",
 ]
+
+
+class StoreError(RuntimeError):
+    """A store that cannot be reached, turned this client away, or is not the one it was."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,8 @@ class ExchangeRequest:
     push: Push
     check: Check
     fetch: Fetch
+    #: What a store keeps with a request, so that the same one, given again after a failure, is not applied twice.
+    prepared: Any = field(default=None, repr=False)
 
     @property
     def width(self) -> int:
@@ -119,7 +126,7 @@ class ExchangeReply:
     rows float32 (n, width), clocks int64 (n,), fresh uint8 (n,): the fetched rows; where ``fresh`` is 1 nobody wrote
     the row, nothing travelled and ``rows`` and ``clocks`` mean nothing. stale int32 (k,): which checks failed;
     stale_rows and
-    stale_clocks: those rows.
+    stale_clocks: those rows. bytes_sent, bytes_received: of request and reply as they travelled, or would have.
     """
 
     rows: np.ndarray
@@ -128,13 +135,8 @@ class ExchangeReply:
     stale: np.ndarray
     stale_rows: np.ndarray
     stale_clocks: np.ndarray
-
-    @property
-    def nbytes(self) -> int:
-        """Payload that travels: fresh rows cost their flag alone."""
-        written = len(self.fresh) - int(np.count_nonzero(self.fresh))
-        row = self.rows.shape[1] * self.rows.itemsize + self.clocks.itemsize
-        return self.fresh.nbytes + written * row + len(self.stale) * (row + self.stale.itemsize)
+    bytes_sent: int
+    bytes_received: int
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class StoreStats:
 
 
 class EmbeddingStore(Protocol):
-    """Where tables live. Implementations: ``stores/local.py``."""
+    """Where tables live. Implementations: ``stores/local.py``, ``stores/remote.py``."""
 
     #: True where no other rank can write: then a cached row cannot be made stale by others, and nothing is checked.
     exclusive: bool
@@ -164,11 +166,19 @@ class EmbeddingStore(Protocol):
         ...
 
     def exchange(self, request: ExchangeRequest) -> ExchangeReply:
-        """Pushes, validity checks and fetches, together."""
+        """Pushes, validity checks and fetches, together. A request that failed may be given again: it is applied once.
+
+        Raises:
+            StoreError: the store cannot be reached, or lost its rows.
+        """
         ...
 
     def read(self, dim: int, state_dim: int, rows: Fetch) -> tuple[np.ndarray, np.ndarray]:
         """Rows (n, width) float32 and fresh flags (n,) uint8, for evaluation and export. Changes nothing."""
+        ...
+
+    def flush(self) -> None:
+        """Send what the store's client still holds back (rounding errors of lossy pushes)."""
         ...
 
     def snapshot(self, path: Path) -> None:

@@ -225,6 +225,8 @@ class HetEmbeddingBagCollection(nn.Module):
             self._commit(self._ahead)
         for group in self._groups:
             group.cache.flush()
+        assert self._store is not None
+        self._store.flush()
 
     def reset(self) -> None:
         """Forget all cached rows, pending deltas included: the store was restored."""

@@ -62,11 +62,18 @@ class LocalStore:
         stale = table.stale(check.tables, check.keys, check.clocks, check.staleness)
         stale_rows, stale_clocks, _ = _fetch(table, Fetch(check.tables[stale], check.keys[stale]))
         rows, clocks, fresh = _fetch(table, fetch)
-        return ExchangeReply(rows, clocks, fresh, stale, stale_rows, stale_clocks)
+        written = len(fresh) - int(np.count_nonzero(fresh)) + len(stale)
+        received = fresh.nbytes + stale.nbytes + written * (rows.itemsize * request.width + clocks.itemsize)
+        return ExchangeReply(
+            rows, clocks, fresh, stale, stale_rows, stale_clocks, bytes_sent=request.nbytes, bytes_received=received
+        )
 
     def read(self, dim: int, state_dim: int, rows: Fetch) -> tuple[np.ndarray, np.ndarray]:
         values, _, fresh = _fetch(self._group(dim, state_dim), rows)
         return values, fresh
+
+    def flush(self) -> None:
+        """Nothing is held back."""
 
     def snapshot(self, path: Path) -> None:
         write_snapshot(Path(path), self._schemas, self._groups)

@@ -1,0 +1,362 @@
+"""The remote store: tables on one or more ``hetrec-ps`` shards, one round trip per shard and step (``PROTOCOL.md``)."""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as fl
+
+from cache_backend import _table
+from cache_backend.flight import EXCHANGE, FRAME_SCHEMA, PROTOCOL_VERSION, batch_of, frame_of
+from cache_backend.snapshot import new_snapshot, write_manifest
+from cache_backend.store import (
+    Check,
+    ExchangeReply,
+    ExchangeRequest,
+    Fetch,
+    Push,
+    StoreError,
+    StoreStats,
+    TableSchema,
+)
+from cache_backend.stores.pieces import Answer, Part, Piece, join, split
+from cache_backend.stores.residuals import Residuals
+
+__all__ = ["RemoteStore", "RowCodec"]
+
+RowCodec = Literal["fp32", "fp16", "bf16", "int8"]
+CODECS = {"fp32": 0, "fp16": 1, "bf16": 2, "int8": 3}
+T = TypeVar("T")
+
+# What a network or a restarting server causes; anything else would only fail again.
+_TRANSIENT = (fl.FlightUnavailableError, fl.FlightTimedOutError, fl.FlightCancelledError, fl.FlightInternalError)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+
+
+class RemoteStore:
+    """Tables on parameter servers. Nothing connects before the first call.
+
+    Args:
+        addresses: one per shard, in the order of the shards: ``grpc://host:port``, or ``grpc+tls://host:port``.
+        push_codec: how pending deltas travel: ``fp32``, ``fp16``, ``bf16``, or ``int8`` with a scale a row. What a
+            lossy codec rounds off is kept and sent with the row's next push.
+        fetch_codec: how rows travel back. Evaluation always reads ``fp32``.
+        timeout_s: how long one call may take.
+        retry_s: how long a shard that does not answer is tried again before the run ends with an error.
+        token_file: a file with the token that the servers ask for.
+        tls_ca: certificate authority (PEM) of the servers' certificates.
+        tls_cert, tls_key: this client's certificate and key (PEM), where servers ask for one.
+        max_message_bytes: larger exchanges are split.
+
+    Raises:
+        ValueError: no address, an unknown codec, or half of a certificate.
+    """
+
+    exclusive = False
+
+    def __init__(
+        self,
+        addresses: list[str],
+        push_codec: RowCodec = "fp32",
+        fetch_codec: RowCodec = "fp32",
+        timeout_s: float = 30.0,
+        retry_s: float = 60.0,
+        token_file: str | None = None,
+        tls_ca: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+        max_message_bytes: int = 64 << 20,
+    ) -> None:
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
+        if not addresses:
+            raise ValueError("store.addresses is empty; give one address per shard, such as grpc://host:7070")
+        for what, codec in (("push_codec", push_codec), ("fetch_codec", fetch_codec)):
+            if codec not in CODECS:
+                raise ValueError(f"unknown store.{what} {codec!r}; available: {', '.join(CODECS)}")
+        if (tls_cert is None) != (tls_key is None):
+            raise ValueError("store.tls_cert and store.tls_key belong together; give both or none")
+        if max_message_bytes < 1 << 12:
+            raise ValueError(f"store.max_message_bytes must be at least 4096, got {max_message_bytes}")
+        self._codecs = CODECS[push_codec], CODECS[fetch_codec]
+        self._max_message_bytes = max_message_bytes
+        connection = _Connection(timeout_s, retry_s, token_file, tls_ca, tls_cert, tls_key)
+        # Sessions tell servers which requests they have seen: random, so that no two clients share one.
+        worker, session = secrets.randbits(63), secrets.randbits(63)
+        self._shards = [
+            _Shard(i, len(addresses), address, connection, worker, session) for i, address in enumerate(addresses)
+        ]
+        self._pool = ThreadPoolExecutor(len(addresses), thread_name_prefix="hetrec-shard")
+        self._residuals = Residuals(CODECS[push_codec]) if push_codec != "fp32" else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process is another client: it gets the settings, and a session of its own.
+        return partial(RemoteStore, **self._arguments), ()
+
+    def open(self, schemas: Sequence[TableSchema]) -> list[int]:
+        tables = [asdict(schema) for schema in schemas]
+        first, *others = self._shards
+        ids: list[int] = first.action("open", {"tables": tables, "ids": None})["ids"]
+        for shard in others:  # the first shard numbers the tables, the others follow
+            shard.action("open", {"tables": tables, "ids": ids})
+        return ids
+
+    def schemas(self) -> list[TableSchema]:
+        # By id; a number that no table has would be a gap, which the servers never leave.
+        found = sorted(self._shards[0].action("schemas", {}), key=lambda table: table["id"])
+        return [TableSchema(**{k: v for k, v in table.items() if k != "id"}) for table in found]
+
+    def exchange(self, request: ExchangeRequest) -> ExchangeReply:
+        if self._residuals is not None:
+            self._residuals.carry(request)
+        reply = self._exchange(request, *self._codecs)
+        if self._residuals is not None and self._residuals.full:
+            self.flush()
+        return reply
+
+    def read(self, dim: int, state_dim: int, rows: Fetch) -> tuple[np.ndarray, np.ndarray]:
+        request = ExchangeRequest(dim, state_dim, Push.nothing(dim + state_dim), Check(), rows)
+        reply = self._exchange(request, CODECS["fp32"], CODECS["fp32"], counted=False)
+        return reply.rows, reply.fresh
+
+    def flush(self) -> None:
+        if self._residuals is None:
+            return
+        for request in self._residuals.drain():
+            self._exchange(request, CODECS["fp32"], CODECS["fp32"])
+
+    def snapshot(self, path: Path) -> None:
+        """The servers write the files, so ``path`` must be a folder that they and this process share."""
+        self.flush()
+        n = len(self._shards)
+        with new_snapshot(Path(path).absolute()) as folder:
+            files: dict[str, Any] = {}
+            replies = self._on_every_shard(
+                lambda shard: shard.action(
+                    "snapshot", {"folder": str(folder), "prefix": f"shard-{shard.number:05d}-of-{n:05d}"}, patient=True
+                )
+            )
+            for shard, reply in zip(self._shards, replies, strict=True):
+                files.update(reply["files"])
+                absent = [name for name in reply["files"] if not (folder / name).exists()]
+                if absent:
+                    raise StoreError(
+                        f"{shard.address} wrote {', '.join(absent)} to a {folder} that is not this host's: "
+                        "snapshots need a folder that servers and trainer share (a network file system)"
+                    )
+            write_manifest(folder, self.schemas(), files)
+
+    def restore(self, path: Path) -> None:
+        if self._residuals is not None:
+            self._residuals.clear()
+        self._on_every_shard(
+            lambda shard: shard.action("restore", {"folder": str(Path(path).absolute())}, patient=True)
+        )
+
+    def stats(self) -> StoreStats:
+        found = [shard.action("stats", {}) for shard in self._shards]
+        return StoreStats(sum(s["rows"] for s in found), sum(s["memory_bytes"] for s in found))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        for shard in self._shards:
+            shard.close()
+
+    def _on_every_shard(self, call: Callable[[_Shard], T]) -> list[T]:
+        if len(self._shards) == 1:
+            return [call(self._shards[0])]
+        return list(self._pool.map(call, self._shards))
+
+    def _exchange(
+        self, request: ExchangeRequest, push_codec: int, fetch_codec: int, counted: bool = True
+    ) -> ExchangeReply:
+        if request.prepared is None:
+            request.prepared = split(request, len(self._shards), self._max_message_bytes)
+        parts: list[Part] = request.prepared
+
+        def on_shard(shard: _Shard) -> None:
+            for piece in parts[shard.number].pieces:
+                if piece.answer is None:
+                    shard.exchange(piece, push_codec, fetch_codec, counted)
+
+        self._on_every_shard(on_shard)
+        return join(request, parts)
+
+
+@dataclass(frozen=True)
+class _Connection:
+    """How to reach servers."""
+
+    timeout_s: float
+    retry_s: float
+    token_file: str | None
+    tls_ca: str | None
+    tls_cert: str | None
+    tls_key: str | None
+
+    def client(self, address: str) -> fl.FlightClient:
+        options: dict[str, Any] = {}
+        if self.tls_ca is not None:
+            options["tls_root_certs"] = Path(self.tls_ca).read_bytes()
+        if self.tls_cert is not None and self.tls_key is not None:
+            options["cert_chain"] = Path(self.tls_cert).read_bytes()
+            options["private_key"] = Path(self.tls_key).read_bytes()
+        return fl.FlightClient(address, **options)
+
+    def call_options(self, timeout_s: float) -> fl.FlightCallOptions:
+        headers = []
+        if self.token_file is not None:
+            headers.append((b"authorization", b"Bearer " + Path(self.token_file).read_bytes().strip()))
+        return fl.FlightCallOptions(timeout=timeout_s, headers=headers)
+
+
+class _Shard:
+    """One server: its connection, the numbers of its requests, retries."""
+
+    def __init__(
+        self, number: int, shards: int, address: str, connection: _Connection, worker: int, session: int
+    ) -> None:
+        self.number = number
+        self.address = address
+        self._shards = shards
+        self._connection = connection
+        self._worker, self._session, self._sequence = worker, session, 0
+        self._generation = 0
+        self._client: fl.FlightClient | None = None
+        self._lock = threading.RLock()  # one request at a time: sequences leave in order
+
+    def exchange(self, piece: Piece, push_codec: int, fetch_codec: int, counted: bool) -> None:
+        request = piece.request
+        push, check, fetch = request.push, request.check, request.fetch
+        with self._lock:
+            self._connected()
+            # A piece that is tried again, be it hours later, keeps its number: the server knows by it what was applied.
+            if counted and piece.sequence == 0:
+                self._sequence += 1
+                piece.sequence = self._sequence
+            sequence = piece.sequence
+            frame = _table.encode_request(
+                worker=self._worker,
+                session=self._session,
+                sequence=sequence,
+                generation=self._generation,
+                dim=request.dim,
+                state_dim=request.state_dim,
+                staleness=check.staleness,
+                push_codec=push_codec,
+                fetch_codec=fetch_codec,
+                push_tables=push.tables,
+                push_keys=push.keys,
+                push_starts=push.starts,
+                push_clocks=push.clocks,
+                deltas=push.deltas,
+                check_tables=check.tables,
+                check_keys=check.keys,
+                check_clocks=check.clocks,
+                fetch_tables=fetch.tables,
+                fetch_keys=fetch.keys,
+            )
+            reply = self._patiently(lambda client, options: _round_trip(client, options, frame))
+        generation, answered, *arrays = _table.decode_reply(reply)
+        if answered != sequence or generation != self._generation:
+            raise StoreError(f"{self.address} answered request {answered} instead of {sequence}")
+        piece.answer = Answer(*arrays, frame.nbytes, reply.nbytes)
+
+    def action(self, name: str, body: Any, patient: bool = False) -> Any:
+        """Call an action. ``patient``: it may take as long as it needs (snapshots)."""
+        with self._lock:
+            self._connected()
+            return self._patiently(lambda client, options: _action(client, options, name, body), patient)
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _connected(self) -> None:
+        if self._generation == 0:
+            self._generation = self._patiently(self._hello)["generation"]
+
+    def _hello(self, client: fl.FlightClient, options: fl.FlightCallOptions) -> dict[str, Any]:
+        answer: dict[str, Any] = _action(client, options, "hello", {"protocol": PROTOCOL_VERSION})
+        if (answer["shard"], answer["shards"]) != (self.number, self._shards):
+            raise StoreError(
+                f"{self.address} is shard {answer['shard']}/{answer['shards']}, but stands at place {self.number} of "
+                f"{self._shards} in store.addresses: list every shard once, in order"
+            )
+        return answer
+
+    def _patiently(self, call: Callable[[fl.FlightClient, fl.FlightCallOptions], T], no_deadline: bool = False) -> T:
+        """Run a call, again after failures that pass, with growing pauses, until ``retry_s`` is over."""
+        give_up = time.monotonic() + self._connection.retry_s
+        for pause in _pauses():
+            try:
+                if self._client is None:
+                    self._client = self._connection.client(self.address)
+                timeout = 24 * 3600.0 if no_deadline else self._connection.timeout_s
+                return call(self._client, self._connection.call_options(timeout))
+            except _TRANSIENT as error:
+                self.close()  # a new connection next time: the address may lead to another process now
+                if time.monotonic() + pause > give_up:
+                    raise StoreError(
+                        f"shard {self.number} at {self.address} did not answer for {self._connection.retry_s:g} s: "
+                        f"{_first_line(error)}. Start it again, or raise store.retry_s"
+                    ) from error
+                time.sleep(pause)
+            except fl.FlightServerError as error:
+                if error.extra_info == b"generation":
+                    raise StoreError(
+                        f"shard {self.number} at {self.address} lost its rows (it was restarted without them): go on "
+                        "from the last checkpoint with ckpt_path=..., and run hetrec-ps with --durability log to survive "
+                        "this"
+                    ) from error
+                raise StoreError(f"shard {self.number} at {self.address}: {_first_line(error)}") from error
+            except (fl.FlightUnauthenticatedError, fl.FlightUnauthorizedError) as error:
+                raise StoreError(
+                    f"shard {self.number} at {self.address} turned this client away: {_first_line(error)}. Check "
+                    "store.token_file"
+                ) from error
+            except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
+                raise StoreError(f"shard {self.number} at {self.address}: {_first_line(error)}") from error
+        raise AssertionError("the pauses never end")
+
+
+def _pauses() -> Iterator[float]:
+    pause = _FIRST_PAUSE_S
+    while True:
+        yield pause * (0.5 + random.random())  # workers that failed together must not come back together
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def _first_line(error: Exception) -> str:
+    # gRPC appends its own context after the server's words.
+    return str(error).strip().splitlines()[0].split(". gRPC client debug context")[0]
+
+
+def _round_trip(client: fl.FlightClient, options: fl.FlightCallOptions, frame: np.ndarray) -> np.ndarray:
+    writer, reader = client.do_exchange(EXCHANGE, options)
+    with writer:
+        writer.begin(FRAME_SCHEMA)
+        writer.write_batch(batch_of(frame))
+        writer.done_writing()
+        try:
+            chunk = reader.read_chunk()
+        except StopIteration:
+            raise fl.FlightUnavailableError("the server ended the exchange without a reply") from None
+    return frame_of(chunk.data)
+
+
+def _action(client: fl.FlightClient, options: fl.FlightCallOptions, name: str, body: Any) -> Any:
+    results = list(client.do_action(fl.Action(name, json.dumps(body).encode()), options))
+    return json.loads(results[0].body.to_pybytes())
