@@ -268,10 +268,10 @@ class _Shard:
                 fetch_keys=fetch.keys,
             )
             reply = self._patiently(lambda client, options: _round_trip(client, options, frame))
-        generation, answered, *arrays = _table.decode_reply(reply)
+        generation, answered, rows, clocks, fresh, *stale = _table.decode_reply(reply)
         if answered != sequence or generation != self._generation:
             raise StoreError(f"{self.address} answered request {answered} instead of {sequence}")
-        piece.answer = Answer(*arrays, frame.nbytes, reply.nbytes)
+        piece.answer = Answer(rows, clocks, fresh, stale[0], stale[1], stale[2], frame.nbytes, reply.nbytes)
 
     def action(self, name: str, body: Any, patient: bool = False) -> Any:
         """Call an action. ``patient``: it may take as long as it needs (snapshots)."""
@@ -318,8 +318,8 @@ class _Shard:
                 if error.extra_info == b"generation":
                     raise StoreError(
                         f"shard {self.number} at {self.address} lost its rows (it was restarted without them): go on "
-                        "from the last checkpoint with ckpt_path=..., and run hetrec-ps with --durability log to survive "
-                        "this"
+                        "from the last checkpoint with ckpt_path=..., and run hetrec-ps with --durability log to "
+                        "survive this"
                     ) from error
                 raise StoreError(f"shard {self.number} at {self.address}: {_first_line(error)}") from error
             except (fl.FlightUnauthenticatedError, fl.FlightUnauthorizedError) as error:
