@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from os.path import expanduser
 from typing import Any, Literal
 
 from pytorch_lightning import LightningDataModule
@@ -79,9 +80,9 @@ class HetDataModule(LightningDataModule):
             )
         if split not in ("hash", "order"):
             raise DataError(f"data.split={split!r}; expected hash or order")
-        self.path = path
-        self.val_path = val_path
-        self.test_path = test_path
+        self.path = expanduser(path)  # a shell leaves the ~ of data.path=~/criteo as it is
+        self.val_path = val_path and expanduser(val_path)
+        self.test_path = test_path and expanduser(test_path)
         self.val_fraction = val
         self.test_fraction = test
         self.split = split

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,7 +78,7 @@ class CriteoDataModule(HetDataModule):
             shuffle_buffer=shuffle_buffer,
             seed=seed,
         )
-        self.cache_dir = cache_dir
+        self.cache_dir = cache_dir and expanduser(cache_dir)
 
     @property
     def spec(self) -> FeatureSpec:

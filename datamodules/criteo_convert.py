@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
@@ -175,6 +176,7 @@ _bytes_read: Synchronized[int] | None = None
 def _start_worker(counter: Synchronized[int]) -> None:
     global _bytes_read
     _bytes_read = counter
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -43,12 +43,19 @@ def list_parquet(path: Path) -> list[Path]:
 
 @dataclass
 class Column:
-    """A column of the union: what it can be used as, its type in the first file that has values of it, the span of its
-    integers (where the footers tell), and a file in which it is a float (or a list of floats), if there is one."""
+    """A column of the union.
+
+    Attributes:
+        kind: what it can be used as.
+        dtype: its type in ``file``, the first that has values of it.
+        smallest, largest: of its integers, where the footers tell.
+        float_in: the first file in which it is a float or a list of floats.
+    """
 
     name: str
     kind: Kind
     dtype: str
+    file: str
     smallest: int | None = None
     largest: int | None = None
     float_in: str | None = None
@@ -91,7 +98,6 @@ class ParquetFiles:
         if not paths:
             raise DataError(f"{what}={str(root)!r} holds no Parquet file (*.parquet, *.pq)")
         files = cls([str(p) for p in paths], [], [], [])
-        origins: dict[str, str] = {}
         raw_partitions = [_partition_values(p.relative_to(root).parts[:-1] if root.is_dir() else ()) for p in paths]
         for file in paths:
             try:
@@ -102,29 +108,25 @@ class ParquetFiles:
             files.group_rows.append(tuple(metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)))
             files.names.append(frozenset(schema.names))
             for column in schema:
-                files._unite(column.name, kind_of(column.type), str(column.type), str(file), origins)
-                if "float" in kind_of(column.type):
-                    files.columns[column.name].float_in = str(file)
+                files._unite(column.name, column.type, str(file))
             files._spans(metadata)
         files._add_partitions(raw_partitions)
         return files
 
-    def _unite(self, name: str, kind: Kind, dtype: str, file: str, origins: dict[str, str]) -> None:
-        known = self.columns.get(name)
-        if known is None:
-            self.columns[name] = Column(name, kind, dtype)
-        else:
-            both = widen(known.kind, kind)
-            if both is None:
-                raise DataError(
-                    f"column {name!r} is {dtype} in {file} and {origins[name]}; these have no common type. "
-                    f"Write the files with one type, or read them apart"
-                )
-            if known.kind == "null":
-                known.dtype = dtype
-            known.kind = both
-        if name not in origins or "null" in origins[name].split(" in ")[0]:
-            origins[name] = f"{dtype} in {file}"
+    def _unite(self, name: str, dtype: pa.DataType, file: str) -> None:
+        kind = kind_of(dtype)
+        known = self.columns.setdefault(name, Column(name, kind, str(dtype), file))
+        both = widen(known.kind, kind)
+        if both is None:
+            raise DataError(
+                f"column {name!r} is {dtype} in {file} and {known.dtype} in {known.file}; these have no common type. "
+                f"Write the files with one type, or read them apart"
+            )
+        if known.kind == "null":
+            known.dtype, known.file = str(dtype), file
+        known.kind = both
+        if "float" in kind and known.float_in is None:
+            known.float_in = file
 
     def _spans(self, metadata: pq.FileMetaData) -> None:
         """Widens the integer columns' spans by the row groups' statistics."""
@@ -153,7 +155,7 @@ class ParquetFiles:
             in_files = self.columns[name].kind if name in self.columns else "null"
             integers = all(re.fullmatch(r"-?\d{1,18}", text or "") for text in texts)
             as_integer[name] = integers and in_files in ("null", "integer", "float")
-            self.columns.setdefault(name, Column(name, "null", "folder"))
+            self.columns.setdefault(name, Column(name, "null", "a folder's name", self.paths[0]))
             if in_files == "null":
                 self.columns[name].kind = "integer" if as_integer[name] else "string"
         for file, values in enumerate(raw):

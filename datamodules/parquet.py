@@ -204,10 +204,9 @@ class ParquetDataModule(HetDataModule):
     def _check_sparse(self, name: str, files: ParquetFiles) -> None:
         column = files.columns.get(name)
         if column is not None and column.kind not in (*_KEYS, "null"):
-            place = column.float_in or next(iter(files.holders(name)))
-            what = "a float" if column.float_in is not None else column.dtype
+            what = f"a float in {column.float_in}" if column.float_in else f"{column.dtype} in {column.file}"
             raise DataError(
-                f"column {name!r} cannot be a sparse feature: it is {what} in {place}; expected "
+                f"column {name!r} cannot be a sparse feature: it is {what}; expected "
                 f"integers, strings or lists of them. Cast it (integers with missing values often became floats), or "
                 f"name it under data.dense"
             )

@@ -73,7 +73,7 @@ class SyntheticDataModule(HetDataModule):
             seed=seed,
         )
         self.rows = SyntheticRows(rows=rows, scale=scale, skew=skew, seed=rows_seed)
-        self.folder = synthetic_folder(path, self.rows)
+        self.folder = synthetic_folder(self.path, self.rows)
         self.manifest: dict[str, Any] | None = None
 
     @property
