@@ -147,27 +147,34 @@ def _run(parts: list[_Part], processes: int, description: str) -> None:
         return (os.path.getsize(part.source) if part.stop is None else part.stop) - part.start
 
     missing = [p for p in parts if not Path(p.target).exists()]
+    total = sum(size(p) for p in parts)
     with progress_bar("bytes") as bar:
-        task = bar.add_task(description, total=sum(size(p) for p in parts))
-        done = sum(size(p) for p in parts) - sum(size(p) for p in missing)
-        bar.update(task, completed=done)
+        task = bar.add_task(description, total=total, completed=total - sum(size(p) for p in missing))
         if min(processes, len(missing)) <= 1:
             for part in missing:
                 _convert_part(part, lambda count: bar.update(task, advance=count))
-            return
-        context = process_context()
-        read = context.Value("q", 0)
-        with ProcessPoolExecutor(min(processes, len(missing)), context, _start_worker, (read,)) as pool:
-            pending = {pool.submit(_convert_in_worker, part) for part in missing}
-            try:
-                while pending:
-                    finished, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
-                    bar.update(task, completed=done + read.value)
-                    for future in finished:
-                        future.result()
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        else:
+            _run_in_processes(missing, processes, lambda count: bar.update(task, advance=count))
+        bar.update(task, completed=total)  # parts end with a row, so their sizes are not the bytes read to the last one
+
+
+def _run_in_processes(parts: list[_Part], processes: int, progress: Callable[[int], None]) -> None:
+    context = process_context()
+    read = context.Value("q", 0)
+    told = 0
+    with ProcessPoolExecutor(min(processes, len(parts)), context, _start_worker, (read,)) as pool:
+        pending = {pool.submit(_convert_in_worker, part) for part in parts}
+        try:
+            while pending:
+                finished, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
+                now = read.value
+                progress(now - told)
+                told = now
+                for future in finished:
+                    future.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 _bytes_read: Synchronized[int] | None = None
