@@ -29,7 +29,7 @@ from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from cache_backend import CacheConfig, EmbeddingOptimizer, EmbeddingStore
+from cache_backend import AutoStore, CacheConfig, EmbeddingOptimizer, EmbeddingStore
 from hetrec.arguments import EXPERIMENT, GROUPS, SUBCOMMANDS, choices, expand
 from hetrec.callbacks import RunSummary
 from hetrec.data import FeatureSpec
@@ -59,7 +59,7 @@ class HetCLI(LightningCLI):
             raise
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_subclass_arguments(EmbeddingStore, "store", required=True)
+        parser.add_subclass_arguments((EmbeddingStore, AutoStore), "store", required=True)
         parser.add_class_arguments(CacheConfig, "cache", sub_configs=True)
         parser.add_class_arguments(EmbeddingOptimizer, "embedding", sub_configs=True)
         # Not Lightning's own optimizer arguments: they replace configure_optimizers, and with it the parameter group
@@ -97,11 +97,14 @@ class HetCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         settings = self.config_init[self.subcommand]
         store = settings.store
+        if isinstance(store, AutoStore):
+            store = store.for_ranks(self.trainer.world_size, self.trainer.num_nodes)
         if self.trainer.world_size > 1 and store.exclusive:
             # Here, before any other process is started.
             raise UserError(
                 f"{self.trainer.world_size} ranks (trainer.devices x trainer.num_nodes) cannot share a "
-                f"{type(store).__name__}, which lives inside one process: set trainer.devices=1"
+                f"{type(store).__name__}, which lives inside one process: use store=auto or store=remote, or set "
+                "trainer.devices=1"
             )
         self.model.connect(store, settings.cache, settings.embedding, seed=int(settings.seed_everything))
         self.model.optimize_with(settings.optimizer, settings.lr_scheduler)

@@ -191,7 +191,8 @@ class CTRTask(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.embeddings.begin(batch.sparse_features, batch.upcoming)
         logits_B = self(batch.dense_features, batch.sparse_features)
-        loss = binary_cross_entropy_with_logits(logits_B, batch.labels)
+        # A rank may get no row in its last step. The mean of none is NaN; its gradient must be zero.
+        loss = binary_cross_entropy_with_logits(logits_B, batch.labels) if batch.batch_size else logits_B.sum()
         self.log("train_loss", loss, prog_bar=True, batch_size=batch.batch_size)
         return loss
 
@@ -215,7 +216,7 @@ class CTRTask(LightningModule):
 
     def on_train_end(self) -> None:
         assert self._meter is not None
-        self.embeddings.flush()
+        self._flush_all_ranks()
         self.training_figures = self._meter.total()
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
@@ -225,10 +226,15 @@ class CTRTask(LightningModule):
 
     # Evaluation: reads rows from the store, which a flush has brought up to date, and changes nothing.
 
+    def _flush_all_ranks(self) -> None:
+        """Afterwards every rank reads the same rows."""
+        self.embeddings.flush()
+        self.trainer.strategy.barrier("every rank has flushed")
+
     def on_validation_start(self) -> None:
         if self._meter is not None:
             self._meter.pause()
-        self.embeddings.flush()
+        self._flush_all_ranks()
 
     def on_validation_end(self) -> None:
         if self._meter is not None:
@@ -241,7 +247,7 @@ class CTRTask(LightningModule):
         self._log_evaluation("val", self.val_metrics)
 
     def on_test_start(self) -> None:
-        self.embeddings.flush()
+        self._flush_all_ranks()
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self.test_metrics.update(self(batch.dense_features, batch.sparse_features), batch.labels)
@@ -250,7 +256,7 @@ class CTRTask(LightningModule):
         self._log_evaluation("test", self.test_metrics)
 
     def on_predict_start(self) -> None:
-        self.embeddings.flush()
+        self._flush_all_ranks()
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Click probabilities, float32, (B,)."""
