@@ -44,6 +44,11 @@ void EmbeddingTable::check_declared(int64_t n, const int32_t* tables) const {
   }
 }
 
+void EmbeddingTable::require_declared(int64_t n, const int32_t* tables) const {
+  const std::shared_lock lock(mutex_);
+  check_declared(n, tables);
+}
+
 void EmbeddingTable::prefetch_index(uint64_t hash) const {
   const Bucket& bucket = buckets_[bucket_of(hash)];
   if (bucket.index != nullptr) __builtin_prefetch(&bucket.index[home_of(hash, bucket)]);

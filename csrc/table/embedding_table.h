@@ -51,6 +51,9 @@ class EmbeddingTable {
   // table was not declared.
   void push(const PushView& push, ClockRule rule);
 
+  // Throws std::out_of_range when one of these tables was not declared.
+  void require_declared(int64_t n, const int32_t* tables) const;
+
   // Copies rows out. Changes nothing.
   void fetch(const FetchView& fetch) const;
 

@@ -1,8 +1,10 @@
 // Python binding of EmbeddingTable. Arrays are numpy's, used in place; the GIL is released while rows move.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <optional>
 #include <string>
 
 #include "table/embedding_table.h"
@@ -85,15 +87,21 @@ nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> stale(const EmbeddingTable& self, V
 void export_bucket(const EmbeddingTable& self, int64_t bucket, Vec<int32_t> tables, Vec<int64_t> keys,
                    Vec<int64_t> clocks, Mat<float> rows) {
   const size_t n = static_cast<size_t>(self.bucket_size(bucket));
-  self.export_bucket(bucket, checked(tables, "tables", n), checked(keys, "keys", n), checked(clocks, "clocks", n),
-                     checked(rows, "rows", n, self.width()));
+  int32_t* table_ids = checked(tables, "tables", n);
+  int64_t *key_values = checked(keys, "keys", n), *clock_values = checked(clocks, "clocks", n);
+  float* values = checked(rows, "rows", n, self.width());
+  const nb::gil_scoped_release release;
+  self.export_bucket(bucket, table_ids, key_values, clock_values, values);
 }
 
 void assign(EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int64_t> keys, Vec<const int64_t> clocks,
             Mat<const float> rows) {
   const size_t n = keys.shape(0);
-  self.assign(static_cast<int64_t>(n), checked(tables, "tables", n), keys.data(), checked(clocks, "clocks", n),
-              checked(rows, "rows", n, self.width()));
+  const int32_t* table_ids = checked(tables, "tables", n);
+  const int64_t* clock_values = checked(clocks, "clocks", n);
+  const float* values = checked(rows, "rows", n, self.width());
+  const nb::gil_scoped_release release;
+  self.assign(static_cast<int64_t>(n), table_ids, keys.data(), clock_values, values);
 }
 
 using Bytes = Vec<const uint8_t>;
@@ -191,16 +199,34 @@ void define_wire(nb::module_& m) {
   m.def("parse_request", &parse_request, nb::arg("frame"), nb::arg("max_rows"),
         "Check a request frame as a whole; its header as a dict. Raises WireError.");
   m.def(
-      "push_part", [](Bytes frame) { return nb::cast(owned(hetrec::push_part(frame.data(), frame.shape(0)))); },
+      "push_part",
+      [](Bytes frame) {
+        hetrec::Frame part;
+        {
+          const nb::gil_scoped_release release;
+          part = hetrec::push_part(frame.data(), frame.shape(0));
+        }
+        return nb::cast(owned(std::move(part)));
+      },
       nb::arg("frame"), "The part of a parsed request that changes rows, as a request of its own.");
   m.def(
       "apply_push",
-      [](EmbeddingTable& table, Bytes frame, const std::string& rule) {
+      [](EmbeddingTable& table, Bytes frame, const std::string& rule, std::optional<Bytes> skip) {
         const hetrec::ClockRule clock_rule = rule_of(rule);
+        const uint8_t* flags = skip ? checked(*skip, "skip", hetrec::kBuckets) : nullptr;
         const nb::gil_scoped_release release;
-        hetrec::apply_push(table, frame.data(), frame.shape(0), clock_rule);
+        hetrec::apply_push(table, frame.data(), frame.shape(0), clock_rule, flags);
       },
-      nb::arg("table"), nb::arg("frame"), nb::arg("rule"), "Apply a parsed request's pushes.");
+      nb::arg("table"), nb::arg("frame"), nb::arg("rule"), nb::arg("skip") = nb::none(),
+      "Apply a parsed request's pushes; with skip, uint8 (BUCKETS,), only to buckets whose flag is 0.");
+  m.def(
+      "check_tables",
+      [](const EmbeddingTable& table, Bytes frame) {
+        const nb::gil_scoped_release release;
+        hetrec::check_tables(table, frame.data(), frame.shape(0));
+      },
+      nb::arg("table"), nb::arg("frame"),
+      "Raise IndexError when a parsed request names a table that was not declared.");
   m.def(
       "answer",
       [](const EmbeddingTable& table, Bytes frame, uint64_t generation) {

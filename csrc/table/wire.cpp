@@ -275,11 +275,32 @@ Frame push_part(const uint8_t* frame, size_t size) {
   return part;
 }
 
-void apply_push(EmbeddingTable& table, const uint8_t* frame, size_t size, ClockRule rule) {
+void check_tables(const EmbeddingTable& table, const uint8_t* frame, size_t size) {
+  RequestHeader header;
+  if (size < sizeof(header)) throw WireError("not a request");
+  std::memcpy(&header, frame, sizeof(header));
+  const auto pushed = Reader(frame + sizeof(header), header.push_bytes).block<int32_t>(header.n_push);
+  const Query query = read_query(header, frame);
+  table.require_declared(header.n_push, pushed.data());
+  table.require_declared(header.n_check, query.check_tables.data());
+  table.require_declared(header.n_fetch, query.fetch_tables.data());
+}
+
+void apply_push(EmbeddingTable& table, const uint8_t* frame, size_t size, ClockRule rule, const uint8_t* skip) {
   RequestHeader header;
   if (size < sizeof(header)) throw WireError("not a request");
   std::memcpy(&header, frame, sizeof(header));
   const DecodedPush push = read_push(header, frame);
+  if (skip != nullptr) {
+    const int64_t width = table.width();
+    for (size_t i = 0; i < header.n_push; ++i) {
+      if (skip[bucket_of(hash_row(push.tables[i], push.keys[i]))]) continue;
+      table.push({1, &push.tables[i], &push.keys[i], &push.starts[i], &push.clocks[i],
+                  push.deltas + static_cast<int64_t>(i) * width},
+                 rule);
+    }
+    return;
+  }
   table.push({header.n_push, push.tables.data(), push.keys.data(), push.starts.data(), push.clocks.data(), push.deltas},
              rule);
 }

@@ -83,8 +83,13 @@ RequestHeader parse_request(const uint8_t* frame, size_t size, uint64_t max_rows
 // The part of a request that changes rows, for the log: header and push part, with nothing to query.
 Frame push_part(const uint8_t* frame, size_t size);
 
-// Applies the pushes of a request that parse_request accepted.
-void apply_push(EmbeddingTable& table, const uint8_t* frame, size_t size, ClockRule rule);
+// Throws std::out_of_range when a request that parse_request accepted names a table that was not declared.
+void check_tables(const EmbeddingTable& table, const uint8_t* frame, size_t size);
+
+// Applies the pushes of a request that parse_request accepted. With `skip`, kBuckets flags, only rows of buckets whose
+// flag is 0: a snapshot taken while pushes went on holds some buckets before and some after a push.
+void apply_push(EmbeddingTable& table, const uint8_t* frame, size_t size, ClockRule rule,
+                const uint8_t* skip = nullptr);
 
 // Answers the checks and fetches of a request that parse_request accepted.
 Frame answer(const EmbeddingTable& table, const uint8_t* frame, size_t size, uint64_t generation);
