@@ -1,0 +1,93 @@
+"""``hetrec-ps``: start, serve, stop."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import pyarrow as pa
+
+from cache_backend.server.errors import StorageError
+from cache_backend.server.lifecycle import stop_on_signals, stop_with_parent
+from cache_backend.server.limits import Streams
+from cache_backend.server.metrics import Metrics
+from cache_backend.server.options import Options, parse
+from cache_backend.server.security import check_bind_rule
+from cache_backend.server.service import Service
+from cache_backend.server.shard import Shard
+
+__all__ = ["main"]
+
+_DRAIN_S = 10.0
+_CLOSE_S = 2.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until told to stop. Returns the exit status: 0 after a clean stop, 1 where the server could not go on."""
+    options = parse(arguments)
+    try:
+        return _serve(options)
+    except (StorageError, ValueError, OSError, pa.ArrowException) as error:
+        print(f"hetrec-ps: {error}", file=sys.stderr)
+        return 1
+
+
+def _serve(options: Options) -> int:
+    check_bind_rule(options)
+    _check_port_is_free(options.host, options.port)
+    stop = threading.Event()
+    stop_on_signals(stop)
+    if options.exit_with_stdin:
+        stop_with_parent(stop)
+    metrics = Metrics()
+    streams = Streams(options.max_streams, options.max_streams_per_client)
+    shard = Shard(
+        options.shard, options.shards, options.clock, _generation(), options.max_rows, options.max_message_bytes
+    )
+    service = Service(options, shard, streams, metrics, _release())
+    scheme, _, rest = options.listen.partition("://")
+    address = f"{scheme}://{rest.rpartition(':')[0]}:{service.port}"
+    print(f"hetrec-ps: shard {shard.index}/{shard.count} serving on {address}", flush=True)
+    stop.wait()
+    streams.drain(_DRAIN_S)
+    _close(service)
+    return 0
+
+
+def _close(service: Service) -> None:
+    # Flight waits for open streams, and a client may hold one open for ever.
+    closing = threading.Thread(target=service.shutdown, daemon=True)
+    closing.start()
+    closing.join(_CLOSE_S)
+    if closing.is_alive():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _check_port_is_free(host: str, port: int) -> None:
+    """gRPC shares a port with a server that is there already, and each would get some of the clients."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def _generation() -> int:
+    return secrets.randbits(62) + 1
+
+
+def _release() -> str:
+    try:
+        return version("hetrec")
+    except PackageNotFoundError:  # run from a checkout
+        return "unknown"

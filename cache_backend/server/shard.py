@@ -1,0 +1,263 @@
+"""One shard's state: tables, what has been applied, generation. Neither Flight nor files are known here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from cache_backend._table import EmbeddingTable, answer, apply_push, check_tables, parse_request, push_part, shards
+from cache_backend.server.errors import Unavailable, WrongGeneration
+from cache_backend.server.sessions import Sessions
+from cache_backend.snapshot import read_snapshot, write_rows_files
+from cache_backend.store import TableSchema
+
+__all__ = ["Exchanged", "Format", "Journal", "Shard"]
+
+#: (dim, state_dim): rows of one format live in one native table.
+Format = tuple[int, int]
+
+MAX_TABLES = 1 << 16
+_FETCH_CODEC_AT = 15  # byte of a request that names the codec of its reply (PROTOCOL.md)
+
+
+class Journal(Protocol):
+    """Where changes are made durable. Appends come under the shard's lock, in the order they were applied."""
+
+    def append_tables(self, tables: list[dict[str, Any]]) -> int: ...
+
+    def append_push(self, frame: np.ndarray) -> int: ...
+
+    @property
+    def last(self) -> int:
+        """The number of the last change appended."""
+        ...
+
+    def wait(self, change: int) -> None:
+        """Return once this change and all before it are durable."""
+        ...
+
+    def replace(self, schemas: dict[int, TableSchema], groups: dict[Format, EmbeddingTable]) -> None:
+        """Make a whole new state durable; called under the shard's lock, before that state is taken."""
+        ...
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """A reply frame and what the request was about."""
+
+    reply: np.ndarray
+    pushes: int
+    checks: int
+    fetches: int
+    duplicate: bool
+
+
+class Shard:
+    """State of shard ``index`` of ``count``.
+
+    Pushes, together with the decision whether they were applied before and with the append to the journal, happen one
+    at a time under ``lock``; reading runs beside them.
+    """
+
+    def __init__(
+        self, index: int, count: int, clock: str, generation: int, max_rows: int, max_message_bytes: int
+    ) -> None:
+        self.index, self.count = index, count
+        self.clock = clock
+        self.generation = generation
+        self.sessions = Sessions()
+        self.schemas: dict[int, TableSchema] = {}
+        self.groups: dict[Format, EmbeddingTable] = {}
+        self.journal: Journal | None = None
+        self.lock = threading.Lock()
+        self._max_rows = max_rows
+        self._max_message_bytes = max_message_bytes
+
+    def open(self, schemas: Sequence[TableSchema], ids: Sequence[int] | None) -> list[int]:
+        """Declare tables. ``ids`` None: this shard numbers new ones; otherwise they were numbered by another shard.
+
+        Raises:
+            ValueError: a table exists with another row format or id, or an id is taken.
+        """
+        with self.lock:
+            opened = self._numbered(schemas, ids)
+            new = {table: schema for table, schema in opened if table not in self.schemas}
+            for table, schema in new.items():
+                declare(self.groups, table, schema)
+                self.schemas[table] = schema
+            change = None
+            if self.journal is not None:
+                change = self.journal.last
+                if new:
+                    change = self.journal.append_tables([{"id": i, **asdict(schema)} for i, schema in new.items()])
+        if self.journal is not None and change is not None:
+            self.journal.wait(change)
+        return [table for table, _ in opened]
+
+    def _numbered(self, schemas: Sequence[TableSchema], ids: Sequence[int] | None) -> list[tuple[int, TableSchema]]:
+        if ids is not None and len(ids) != len(schemas):
+            raise ValueError(f"{len(schemas)} tables came with {len(ids)} ids; give one each, or none")
+        tables = dict(self.schemas)
+        known = {schema.name: table for table, schema in tables.items()}
+        opened = []
+        for i, schema in enumerate(schemas):
+            table = known.get(schema.name)
+            if table is None:
+                table = max(tables, default=-1) + 1 if ids is None else ids[i]
+                if not 0 <= table < MAX_TABLES:
+                    raise ValueError(f"table {schema.name!r} would get id {table}; ids are 0 to {MAX_TABLES - 1}")
+                if table in tables:
+                    raise ValueError(
+                        f"table {schema.name!r} has id {table} on another shard, but here that is table "
+                        f"{tables[table].name!r}: these shards do not belong together, or not all were restored"
+                    )
+                known[schema.name], tables[table] = table, schema
+            have = tables[table]
+            if (have.dim, have.state_dim) != (schema.dim, schema.state_dim):
+                raise ValueError(
+                    f"table {schema.name!r} holds rows of {have.dim} weights and {have.state_dim} optimizer values; "
+                    f"{schema.dim} and {schema.state_dim} were asked for. Use the embedding dimension and optimizer it "
+                    f"was made with, or another store"
+                )
+            if ids is not None and ids[i] != table:
+                raise ValueError(
+                    f"table {schema.name!r} has id {ids[i]} on another shard, here {table}: these shards do not belong "
+                    f"together, or not all were restored"
+                )
+            opened.append((table, have))
+        return opened
+
+    def exchange(self, frame: np.ndarray) -> Exchanged:
+        """Apply a request's pushes, unless that was done before, and answer it. Returns once they are durable.
+
+        Raises:
+            ValueError: a malformed frame (WireError), or a request beyond the limits; nothing has changed.
+            WrongGeneration: the client relies on a state that this shard does not have.
+        """
+        head = parse_request(frame, self._max_rows)
+        if head["generation"] not in (0, self.generation):
+            raise WrongGeneration(
+                f"shard {self.index} has generation {self.generation:#x}, the client knows {head['generation']:#x}: the "
+                f"server was restarted without its rows. Restore the last snapshot and resume from its checkpoint"
+            )
+        table = self._group(head["dim"], head["state_dim"])
+        self._check_reply_size(frame, head)
+        check_tables(table, frame)
+        duplicate, change = False, None
+        if head["pushes"]:
+            duplicate, change = self._push(frame, head)
+            table = self._group(head["dim"], head["state_dim"])
+        reply = answer(table, frame, self.generation)
+        if change is not None and self.journal is not None:
+            self.journal.wait(change)
+        return Exchanged(reply, head["pushes"], head["checks"], head["fetches"], duplicate)
+
+    def _push(self, frame: np.ndarray, head: dict[str, int]) -> tuple[bool, int | None]:
+        sequence = head["sequence"]
+        if sequence == 0:
+            raise ValueError("a request that pushes rows needs a sequence number from 1; 0 is for reading")
+        key = head["worker"], head["session"]
+        record = push_part(frame) if self.journal is not None else None
+        with self.lock:
+            if self.sessions.is_applied(key, sequence):
+                # Its first arrival may still be on its way to the disk.
+                return True, None if self.journal is None else self.journal.last
+            apply_push(self._group(head["dim"], head["state_dim"]), frame, self.clock)
+            self.sessions.mark(key, sequence, time.monotonic())
+            return False, None if self.journal is None else self.journal.append_push(record)
+
+    def _group(self, dim: int, state_dim: int) -> EmbeddingTable:
+        try:
+            return self.groups[dim, state_dim]
+        except KeyError:
+            raise ValueError(
+                f"no table with {dim} weights and {state_dim} optimizer values a row is open; open() it first"
+            ) from None
+
+    def _check_reply_size(self, frame: np.ndarray, head: dict[str, int]) -> None:
+        """A short request can ask for any number of long rows; room for the reply is made only within the limit."""
+        row = encoded_row_bytes(int(frame[_FETCH_CODEC_AT]), head["dim"], head["state_dim"])
+        rows = head["fetches"] + head["checks"]
+        if rows * row > self._max_message_bytes:
+            raise ValueError(
+                f"the reply may hold {rows} rows of {row} bytes, the limit is {self._max_message_bytes} bytes; split the "
+                f"request, or raise --max-message-bytes"
+            )
+
+    def table_schemas(self) -> list[dict[str, Any]]:
+        return [{"id": table, **asdict(schema)} for table, schema in sorted(self.schemas.items())]
+
+    def stats(self) -> dict[str, int]:
+        groups = list(self.groups.values())
+        return {
+            "rows": sum(len(group) for group in groups),
+            "memory_bytes": sum(group.memory_bytes for group in groups),
+            "tables": len(self.schemas),
+            "sessions": len(self.sessions),
+        }
+
+    def snapshot(self, folder: Path, prefix: str) -> dict[str, Any]:
+        """Write this shard's part files of a snapshot; pushes wait meanwhile."""
+        with self.lock:
+            return write_rows_files(folder, prefix, dense(self.schemas), self.groups)
+
+    def restore(self, folder: Path) -> int:
+        """Replace every row by this shard's share of a snapshot; on an error nothing has changed. Returns the rows."""
+        snapshot = read_snapshot(folder)
+        with self.lock:
+            schemas = dict(self.schemas)
+            known = {schema.name: table for table, schema in schemas.items()}
+            for theirs in snapshot.schemas:
+                table = known.setdefault(theirs.name, max(schemas, default=-1) + 1)
+                mine = schemas.get(table, theirs)
+                if (mine.dim, mine.state_dim) != (theirs.dim, theirs.state_dim):
+                    raise ValueError(
+                        f"snapshot {folder}: table {mine.name!r} has {theirs.dim} weights and {theirs.state_dim} "
+                        f"optimizer values a row, but {mine.dim} and {mine.state_dim} are expected here; use the "
+                        f"embedding dimension and optimizer of the run that wrote it"
+                    )
+                schemas[table] = theirs
+            groups = new_groups(schemas)
+            for part in snapshot.parts():
+                tables = part.table_ids(known)
+                mine_only = shards(tables, part.keys, self.count) == self.index
+                groups[part.dim, part.state_dim].assign(
+                    tables[mine_only], part.keys[mine_only], part.clocks[mine_only], part.rows[mine_only]
+                )
+            if self.journal is not None:
+                self.journal.replace(schemas, groups)
+            self.schemas, self.groups = schemas, groups
+        return sum(len(group) for group in groups.values())
+
+
+def encoded_row_bytes(codec: int, dim: int, state_dim: int) -> int:
+    """Bytes of one row on the wire (PROTOCOL.md)."""
+    weights = (4 * dim, 2 * dim, 2 * dim, 4 + dim)[codec]
+    return weights + state_dim * (4 if codec == 0 else 2)
+
+
+def declare(groups: dict[Format, EmbeddingTable], table: int, schema: TableSchema) -> None:
+    key = schema.dim, schema.state_dim
+    if key not in groups:
+        groups[key] = EmbeddingTable(*key)
+    groups[key].set_init(table, schema.seed, schema.init_low, schema.init_high, schema.init_state)
+
+
+def new_groups(schemas: dict[int, TableSchema]) -> dict[Format, EmbeddingTable]:
+    groups: dict[Format, EmbeddingTable] = {}
+    for table, schema in schemas.items():
+        declare(groups, table, schema)
+    return groups
+
+
+def dense(schemas: dict[int, TableSchema]) -> list[TableSchema]:
+    """Schemas by id. Ids have holes only while clients open tables on several shards at once."""
+    if sorted(schemas) != list(range(len(schemas))):
+        raise Unavailable("tables are being opened; try again")
+    return [schemas[table] for table in range(len(schemas))]
