@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cache_backend import ops
-from cache_backend.config import EmbeddingOptimizer
+from cache_backend.config import POLICIES, EmbeddingOptimizer
 from cache_backend.memory import zeros
 from cache_backend.stats import CacheStats
 from cache_backend.store import Check, EmbeddingStore, ExchangeReply, ExchangeRequest, Fetch, Push
@@ -61,16 +61,24 @@ class Cache:
         optimizer: trains the rows and decides how many state values they carry.
         store: where the tables live.
         staleness: the bound s.
+        policy: decides which row leaves a full set (see ``CacheConfig``).
     """
 
     def __init__(
-        self, rows: int, dim: int, optimizer: EmbeddingOptimizer, store: EmbeddingStore, staleness: int
+        self,
+        rows: int,
+        dim: int,
+        optimizer: EmbeddingOptimizer,
+        store: EmbeddingStore,
+        staleness: int,
+        policy: str = "lru",
     ) -> None:
         self.capacity = -(-rows // WAYS) * WAYS
         self.dim = dim
         self.optimizer = optimizer
         self.state_dim = optimizer.state_dim(dim)
         self.staleness = staleness
+        self._policy = POLICIES[policy]
         self.stats = CacheStats()
         self._store = store
         self._tick = 0
@@ -103,6 +111,7 @@ class Cache:
             self.rows,
             rows.keys,
             rows.tables,
+            self._policy,
             self._tick,
             self.staleness,
             self._spill_in_use,

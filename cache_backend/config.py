@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["CacheConfig", "EmbeddingOptimizer"]
+__all__ = ["POLICIES", "CacheConfig", "EmbeddingOptimizer"]
+
+#: Names of the policies and their numbers in ``csrc/core/cache_set.h``.
+POLICIES = {"lru": 0, "lfu": 1}
 
 
 @dataclass(frozen=True)
@@ -18,13 +21,14 @@ class CacheConfig:
         fraction: rows kept as a share of the tables' rows; needs tables with a size, or data that knows how many
             distinct keys it holds.
         staleness: the bound s. A cached row may miss up to s updates of others, and hold back up to s of its own.
-        policy: which row leaves when a set is full. ``lru``: the one whose last use is longest ago.
+        policy: which row leaves when a set is full. ``lru``: the one whose last use is longest ago. ``lfu``: the one that
+            the fewest batches used since it came.
     """
 
     rows: int | None = None
     fraction: float | None = None
     staleness: int = 100
-    policy: Literal["lru"] = "lru"
+    policy: Literal["lru", "lfu"] = "lru"
 
     def __post_init__(self) -> None:
         if self.rows is not None and self.fraction is not None:
@@ -37,8 +41,8 @@ class CacheConfig:
             raise ValueError(f"cache.fraction must be in (0, 1], got {self.fraction}")
         if self.staleness < 0:
             raise ValueError(f"cache.staleness must be 0 or more updates, got {self.staleness}")
-        if self.policy != "lru":
-            raise ValueError(f"unknown cache.policy {self.policy!r}; available: lru")
+        if self.policy not in POLICIES:
+            raise ValueError(f"unknown cache.policy {self.policy!r}; available: {', '.join(POLICIES)}")
 
 
 @dataclass(frozen=True)

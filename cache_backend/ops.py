@@ -83,6 +83,7 @@ def _(
     rows: Tensor,
     keys: Tensor,
     tables: Tensor,
+    policy: int,
     tick: int,
     staleness: int,
     spill_in_use: bool,

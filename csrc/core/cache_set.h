@@ -20,6 +20,20 @@ constexpr int kWays = 32;
 constexpr int64_t kEmpty = -1;
 constexpr int64_t kPinned = int64_t{1} << 56;
 
+enum class Policy : int32_t {
+  kLru = 0,  // the number of the batch that used the row last
+  kLfu = 1,  // batches that used the row while it was cached; among equals, the last use
+};
+constexpr int kPolicies = 2;
+
+// The priority of a row that batch `tick` uses. `before` is its priority so far, kEmpty for a newcomer.
+HETREC_HD int64_t used_priority(Policy policy, int64_t before, int64_t tick) {
+  if (policy == Policy::kLru) return tick;
+  constexpr int64_t kMostUses = (int64_t{1} << 24) - 1;
+  const int64_t uses = before == kEmpty ? 0 : (before & ~kPinned) >> 32;
+  return (uses < kMostUses ? uses + 1 : kMostUses) << 32 | (tick & 0xffffffff);
+}
+
 // What a slot holds, 32 bytes. `pending` counts the updates not yet pushed, `pins` the batches in flight.
 struct SlotMeta {
   int64_t key;

@@ -20,7 +20,7 @@ STABLE_TORCH_LIBRARY(hetrec, m) {
   // counts: inserted, evicted, unplaced, spill rows in use.
   m.def(
       "cache_plan(Tensor(a!) tags, Tensor(b!) priority, Tensor(c!) meta, Tensor(d!) rows, Tensor keys, Tensor tables, "
-      "int tick, int staleness, bool spill_in_use, bool want_checks) -> "
+      "int policy, int tick, int staleness, bool spill_in_use, bool want_checks) -> "
       "(Tensor slots, Tensor fetch, Tensor late, Tensor checks, Tensor check_clocks, Tensor push_keys, "
       "Tensor push_tables, Tensor push_starts, Tensor push_clocks, Tensor push_deltas, Tensor counts)");
   // Gives rows without a slot (-1) free spill rows, pinned; returns how many found none.

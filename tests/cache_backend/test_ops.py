@@ -49,7 +49,7 @@ def cases() -> dict[str, tuple]:
     return {
         "check_keys": (keys, splits, torch.tensor([5, 0])),
         "unique_rows": (keys, splits, torch.tensor([0, 0], dtype=torch.int32)),
-        "cache_plan": (*state, rows.keys, rows.tables, 9, 0, True, True),
+        "cache_plan": (*state, rows.keys, rows.tables, 1, 9, 0, True, True),
         "cache_spill": (cache.meta, unplaced, rows.keys, rows.tables, cache.capacity),
         "cache_cut": (cache.meta, cache.rows, plan.slots),
         "cache_commit": (cache.meta, cache.rows, plan.slots, 2, reply_rows, clocks, fresh, seeds, values, DIM),

@@ -42,7 +42,7 @@ SpillIndex sweep_spill(const Slots& slots, int64_t capacity, std::vector<int64_t
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cache_plan(
     Tensor tags_t, Tensor priority_t, Tensor meta_t, Tensor rows_t, const Tensor& keys_t, const Tensor& tables_t,
-    int64_t tick, int64_t staleness, bool spill_in_use, bool want_checks) {
+    int64_t policy_code, int64_t tick, int64_t staleness, bool spill_in_use, bool want_checks) {
   auto* tags = data<uint8_t>(tags_t, "tags");
   auto* priority = data<int64_t>(priority_t, "priority");
   const Slots slots(meta_t, rows_t);
@@ -53,6 +53,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   STD_TORCH_CHECK(capacity > 0 && capacity % kWays == 0 && priority_t.numel() == capacity && slots.n >= capacity,
                   "a cache has a multiple of 32 slots, got ", capacity);
   STD_TORCH_CHECK(tick >= 0 && tick < kPinned, "tick must be in [0, 2^56), got ", tick);
+  STD_TORCH_CHECK(policy_code >= 0 && policy_code < kPolicies, "unknown policy ", policy_code);
+  const auto policy = static_cast<Policy>(policy_code);
   const int64_t n_sets = capacity / kWays;
 
   std::vector<int64_t> push_from, freed;
@@ -107,7 +109,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
         const int64_t slot = base + __builtin_ctz(mask);
         if (slots.meta[slot].key != keys[u] || slots.meta[slot].table != tables[u]) continue;
         use_slot(u, slot);
-        priority[slot] = tick | kPinned;
+        priority[slot] = used_priority(policy, priority[slot], tick) | kPinned;
         found = true;
       }
       if (!found && !spill.empty()) {
@@ -146,7 +148,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     const int64_t slot = base + way;
     slot_of[u] = slot;
     tags[slot] = tag_of(hash_row(tables[u], keys[u]));
-    priority[slot] = tick | kPinned;
+    priority[slot] = used_priority(policy, kEmpty, tick) | kPinned;
     __builtin_prefetch(slots.meta + slot, 1);
   }
 
