@@ -35,8 +35,8 @@ class Streams:
                 raise Unavailable(f"{self._most} calls are under way, the limit (--max-streams); try again later")
             if self._by_client[client] >= self._most_per_client:
                 raise Unavailable(
-                    f"{self._most_per_client} calls of {client} are under way, the limit (--max-streams-per-client); try "
-                    f"again later"
+                    f"{self._most_per_client} calls of {client} are under way, the limit (--max-streams-per-client); "
+                    f"try again later"
                 )
             self._by_client[client] += 1
         try:

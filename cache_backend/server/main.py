@@ -7,7 +7,7 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import pyarrow as pa
@@ -20,6 +20,7 @@ from cache_backend.server.options import Options, parse
 from cache_backend.server.security import check_bind_rule
 from cache_backend.server.service import Service
 from cache_backend.server.shard import Shard
+from cache_backend.server.storage import ExitSnapshot, LogStorage
 
 __all__ = ["main"]
 
@@ -49,17 +50,53 @@ def _serve(options: Options) -> int:
     shard = Shard(
         options.shard, options.shards, options.clock, _generation(), options.max_rows, options.max_message_bytes
     )
+    failures: list[OSError] = []
+
+    def on_failure(error: OSError) -> None:
+        print(f"hetrec-ps: the log cannot be written, stopping: {error}", file=sys.stderr, flush=True)
+        failures.append(error)
+        stop.set()
+
+    storage = _open_storage(options, shard, metrics, on_failure)
+    metrics.watch(lambda: _gauges(shard, streams, storage))
     service = Service(options, shard, streams, metrics, _release())
     scheme, _, rest = options.listen.partition("://")
     address = f"{scheme}://{rest.rpartition(':')[0]}:{service.port}"
+    if options.metrics_port is not None:
+        _, metrics_port = metrics.serve(options.host, options.metrics_port)
+        print(f"hetrec-ps: metrics on http://{options.host}:{metrics_port}/metrics", flush=True)
     print(f"hetrec-ps: shard {shard.index}/{shard.count} serving on {address}", flush=True)
     stop.wait()
     streams.drain(_DRAIN_S)
-    _close(service)
-    return 0
+    status = 1 if failures else 0
+    if storage is not None and not failures:
+        storage.close(options.snapshot_on_exit)
+    _close(service, status)
+    return status
 
 
-def _close(service: Service) -> None:
+def _open_storage(
+    options: Options, shard: Shard, metrics: Metrics, on_failure: Callable[[OSError], None]
+) -> LogStorage | ExitSnapshot | None:
+    if options.data is None:
+        return None
+    if options.durability == "log":
+        return LogStorage(options.data, shard, options.compact_bytes, metrics.synced, on_failure)
+    return ExitSnapshot(options.data, shard)
+
+
+def _gauges(shard: Shard, streams: Streams, storage: LogStorage | ExitSnapshot | None) -> dict[str, tuple[str, float]]:
+    stats = shard.stats()
+    return {
+        "rows": ("Rows held", stats["rows"]),
+        "memory_bytes": ("What rows and their index take", stats["memory_bytes"]),
+        "sessions": ("Client processes whose requests are remembered", stats["sessions"]),
+        "streams": ("Calls under way", streams.under_way),
+        "log_bytes": ("Log since its last snapshot", storage.log_bytes if isinstance(storage, LogStorage) else 0),
+    }
+
+
+def _close(service: Service, status: int) -> None:
     # Flight waits for open streams, and a client may hold one open for ever.
     closing = threading.Thread(target=service.shutdown, daemon=True)
     closing.start()
@@ -67,7 +104,7 @@ def _close(service: Service) -> None:
     if closing.is_alive():
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(status)
 
 
 def _check_port_is_free(host: str, port: int) -> None:

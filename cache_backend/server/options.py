@@ -132,16 +132,17 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def _address(text: str) -> tuple[str, str, int]:
+    wrong = argparse.ArgumentTypeError(
+        f"{text!r} is not an address; give grpc://HOST:PORT, such as grpc://0.0.0.0:7070"
+    )
     try:
         url = urlsplit(text)
-        scheme, host, port = url.scheme, url.hostname, url.port
+        host, port = url.hostname, url.port
     except ValueError:
-        scheme = host = port = None
-    if scheme not in ("grpc", "grpc+tls") or not host or port is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not an address; give grpc://HOST:PORT, such as grpc://0.0.0.0:7070"
-        )
-    return scheme, host, port
+        raise wrong from None
+    if url.scheme not in ("grpc", "grpc+tls") or not host or port is None:
+        raise wrong
+    return url.scheme, host, port
 
 
 def _positive(text: str) -> int:

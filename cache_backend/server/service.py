@@ -110,8 +110,8 @@ class Service(fl.FlightServerBase):
     def _hello(self, protocol: int) -> dict[str, Any]:
         if protocol != PROTOCOL_VERSION:
             raise ValueError(
-                f"protocol version {protocol!r}, this server speaks {PROTOCOL_VERSION} (hetrec {self._release}); run the "
-                f"same release of hetrec on both sides"
+                f"protocol version {protocol!r}, this server speaks {PROTOCOL_VERSION} (hetrec {self._release}); run "
+                f"the same release of hetrec on both sides"
             )
         shard = self._shard
         return {
@@ -155,7 +155,7 @@ class Service(fl.FlightServerBase):
             self._metrics.error("generation")
             raise fl.FlightServerError(str(error), extra_info=b"generation") from None
         except (ValueError, IndexError, TypeError, KeyError, AttributeError) as error:
-            # pa.ArrowInvalid, WireError and SnapshotError are ValueErrors. TypeError and below: a body of another shape.
+            # pa.ArrowInvalid, WireError and SnapshotError are ValueErrors; from TypeError on: a body of another shape.
             self._metrics.error("invalid")
             raise pa.ArrowInvalid(_told(error)) from None
         except OSError as error:

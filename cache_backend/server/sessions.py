@@ -48,8 +48,8 @@ class Sessions:
             return True
         if last - sequence > WINDOW:
             raise ValueError(
-                f"request {sequence} of worker {key[0]:#x} is older than the {WINDOW} before its request {last}: whether "
-                f"it was applied is no longer known. A client may have at most {WINDOW} requests under way"
+                f"request {sequence} of worker {key[0]:#x} is older than the {WINDOW} before its request {last}: "
+                f"whether it was applied is no longer known. A client may have at most {WINDOW} requests under way"
             )
         return bool(bits >> (last - sequence - 1) & 1)
 

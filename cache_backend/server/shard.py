@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cache_backend._table import EmbeddingTable, answer, apply_push, check_tables, parse_request, push_part, shards
-from cache_backend.server.errors import Unavailable, WrongGeneration
+from cache_backend.server.errors import WrongGeneration
 from cache_backend.server.sessions import Sessions
 from cache_backend.snapshot import read_snapshot, write_rows_files
 from cache_backend.store import TableSchema
@@ -143,8 +143,8 @@ class Shard:
         head = parse_request(frame, self._max_rows)
         if head["generation"] not in (0, self.generation):
             raise WrongGeneration(
-                f"shard {self.index} has generation {self.generation:#x}, the client knows {head['generation']:#x}: the "
-                f"server was restarted without its rows. Restore the last snapshot and resume from its checkpoint"
+                f"shard {self.index} has generation {self.generation:#x}, the client knows {head['generation']:#x}: "
+                f"the server was restarted without its rows. Restore the last snapshot and resume from its checkpoint"
             )
         table = self._group(head["dim"], head["state_dim"])
         self._check_reply_size(frame, head)
@@ -163,7 +163,7 @@ class Shard:
         if sequence == 0:
             raise ValueError("a request that pushes rows needs a sequence number from 1; 0 is for reading")
         key = head["worker"], head["session"]
-        record = push_part(frame) if self.journal is not None else None
+        record = frame if self.journal is None else push_part(frame)
         with self.lock:
             if self.sessions.is_applied(key, sequence):
                 # Its first arrival may still be on its way to the disk.
@@ -186,8 +186,8 @@ class Shard:
         rows = head["fetches"] + head["checks"]
         if rows * row > self._max_message_bytes:
             raise ValueError(
-                f"the reply may hold {rows} rows of {row} bytes, the limit is {self._max_message_bytes} bytes; split the "
-                f"request, or raise --max-message-bytes"
+                f"the reply may hold {rows} rows of {row} bytes, the limit is {self._max_message_bytes} bytes; split "
+                f"the request, or raise --max-message-bytes"
             )
 
     def table_schemas(self) -> list[dict[str, Any]]:
@@ -205,7 +205,7 @@ class Shard:
     def snapshot(self, folder: Path, prefix: str) -> dict[str, Any]:
         """Write this shard's part files of a snapshot; pushes wait meanwhile."""
         with self.lock:
-            return write_rows_files(folder, prefix, dense(self.schemas), self.groups)
+            return write_rows_files(folder, prefix, by_id(self.schemas), self.groups)
 
     def restore(self, folder: Path) -> int:
         """Replace every row by this shard's share of a snapshot; on an error nothing has changed. Returns the rows."""
@@ -256,8 +256,7 @@ def new_groups(schemas: dict[int, TableSchema]) -> dict[Format, EmbeddingTable]:
     return groups
 
 
-def dense(schemas: dict[int, TableSchema]) -> list[TableSchema]:
-    """Schemas by id. Ids have holes only while clients open tables on several shards at once."""
-    if sorted(schemas) != list(range(len(schemas))):
-        raise Unavailable("tables are being opened; try again")
-    return [schemas[table] for table in range(len(schemas))]
+def by_id(schemas: dict[int, TableSchema]) -> list[TableSchema]:
+    """Schemas as a list by id. An id may be free: a client that opened tables on several shards ended in between."""
+    nobody = TableSchema("", 1, 0, 0, 0.0, 0.0, 0.0)
+    return [schemas.get(table, nobody) for table in range(max(schemas, default=-1) + 1)]
