@@ -110,7 +110,7 @@ def assert_same_training(one: Path, other: Path) -> None:
         (["trainer.callbacks=Foo"], "trainer.callbacks: 'Foo' is not a known class; give its import path"),
         (["--model", "models.deepfm.Deep"], "model: cannot use class 'models.deepfm.Deep': "),
         (["trainer.accelerator=abacus"], "trainer: You selected an invalid accelerator name: `accelerator='abacus'`"),
-        (["store=local", "trainer.devices=2"], "2 ranks (trainer.devices x trainer.num_nodes) cannot share a LocalStore"),
+        (["store=local", "trainer.devices=2"], "2 ranks (trainer.devices x trainer.num_nodes) cannot share"),
         (
             ["cache.rows=5", "cache.fraction=0.5"],
             "cache.rows (5) and cache.fraction (0.5) exclude each other; give one",
