@@ -21,8 +21,8 @@ class CacheConfig:
         fraction: rows kept as a share of the tables' rows; needs tables with a size, or data that knows how many
             distinct keys it holds.
         staleness: the bound s. A cached row may miss up to s updates of others, and hold back up to s of its own.
-        policy: which row leaves when a set is full. ``lru``: the one whose last use is longest ago. ``lfu``: the one that
-            the fewest batches used since it came.
+        policy: which row leaves when a set is full. ``lru``: the one whose last use is longest ago. ``lfu``: the one
+            that the fewest batches used since it came.
     """
 
     rows: int | None = None

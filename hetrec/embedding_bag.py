@@ -151,7 +151,9 @@ class HetEmbeddingBagCollection(nn.Module):
                 [table.num_embeddings for table, _ in readers],
                 [table.pooling == PoolingType.MEAN for table, _ in readers],
             )
-            self._groups.append(_Group(features, Cache(capacity[dim], dim, optimizer, store, cache.staleness, cache.policy)))
+            self._groups.append(
+                _Group(features, Cache(capacity[dim], dim, optimizer, store, cache.staleness, cache.policy))
+            )
         self._store = store
         self._scale = 1.0 / world_size
         self._wait_s = 0.0
