@@ -25,6 +25,8 @@ _WARNINGS = (
     r"The dirpath has changed from",
     # Lightning: predictions are written in the order of the rows and need no indices.
     r"Couldn't infer the batch indices fetched from your dataloader",
+    # torchmetrics 1.0.3, which torchrec pins, gathers the ranks' predictions in a way that torch deprecates.
+    r"Using a non-tuple sequence for multidimensional indexing",
     # Lightning calls what the torch it supports has deprecated.
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
 )
