@@ -2,8 +2,8 @@
 
 A record is u32 length, u32 zlib.crc32 (both little-endian) and as many bytes as the length says: a byte for the kind,
 then the payload. Every batch that is written begins with a *commit* record, which says at which offset it stands:
-everything before a readable commit record had reached the disk when it was written. So a damaged record at the end of the
-last segment is told from damage to what was acknowledged: after the former no commit record follows.
+everything before a readable commit record had reached the disk when it was written. So a damaged record at the end of
+the last segment is told from damage to what was acknowledged: after the former no commit record follows.
 """
 
 from __future__ import annotations

@@ -73,6 +73,7 @@ class Service(fl.FlightServerBase):
     def _frame(self, batch: pa.RecordBatch | None) -> np.ndarray:
         if batch is None:
             raise ValueError("a message of an exchange holds a frame, this one holds metadata alone")
+        batch.validate(full=True)  # offsets are as trustworthy as who sent them
         frame = frame_of(batch)
         self._check_size(frame.nbytes)
         return frame
@@ -178,11 +179,11 @@ def _schema(table: dict[str, Any]) -> TableSchema:
     schema = TableSchema(**table)
     whole = (("dim", schema.dim, 1), ("state_dim", schema.state_dim, 0))
     for field, value, least in whole:
-        if not isinstance(value, int) or not least <= value <= 1 << 20:
+        if type(value) is not int or not least <= value <= 1 << 20:
             raise ValueError(f"table {schema.name!r} has {field} {value!r}; a whole number from {least} to 2^20")
-    if not isinstance(schema.name, str) or not isinstance(schema.seed, int) or not 0 <= schema.seed < 1 << 64:
+    if not isinstance(schema.name, str) or type(schema.seed) is not int or not 0 <= schema.seed < 1 << 64:
         raise ValueError(f"a table needs a name and a seed from 0 to 2^64 - 1, got {schema.name!r} and {schema.seed!r}")
     for number in (schema.init_low, schema.init_high, schema.init_state):
-        if not isinstance(number, (int, float)):
+        if type(number) not in (int, float):
             raise ValueError(f"table {schema.name!r}: rows begin with numbers, got {number!r}")
     return schema

@@ -229,7 +229,7 @@ class LogStorage:
     def append_push(self, frame: np.ndarray) -> int:
         if self._log.bytes > self._compact_bytes:
             self._due.set()
-        return self._log.append(PUSH, memoryview(frame))
+        return self._log.append(PUSH, frame.data)
 
     @property
     def last(self) -> int:
