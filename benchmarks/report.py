@@ -45,7 +45,8 @@ def _text(value: Any) -> str:
 
 
 def _print(title: str, rows: Rows, console: Console) -> None:
-    table = Table(title=title, title_justify="left")
+    console.print(f"\n{title}", soft_wrap=True, highlight=False)
+    table = Table()
     for column, value in rows[0].items():
         table.add_column(column, justify="left" if isinstance(value, str) else "right")
     for row in rows:
