@@ -171,13 +171,13 @@ void EmbeddingTable::fetch(const FetchView& fetch) const {
   });
 }
 
-void EmbeddingTable::visit(int64_t n, const int32_t* tables, const int64_t* keys,
-                           const std::function<void(int64_t, const float*, int64_t)>& visit) const {
-  const std::shared_lock lock(mutex_);
+void EmbeddingTable::locate(int64_t n, const int32_t* tables, const int64_t* keys, const float** rows,
+                            int64_t* clocks) const {
   check_declared(n, tables);
   for_each_prefetched(n, tables, keys, [&](int64_t i, uint64_t hash) {
     RowHeader* header = find(hash, tables[i], keys[i]);
-    visit(i, header == nullptr ? nullptr : values_of(header), header == nullptr ? 0 : clock_of(*header));
+    rows[i] = header == nullptr ? nullptr : values_of(header);
+    clocks[i] = header == nullptr ? 0 : clock_of(*header);
   });
 }
 

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <mutex>
 #include <shared_mutex>
 #include <stdexcept>
@@ -57,9 +56,24 @@ class EmbeddingTable {
   // Copies rows out. Changes nothing.
   void fetch(const FetchView& fetch) const;
 
-  // Calls `visit(i, row, clock)` in order; `row` is null where nobody wrote the row. Rows must not be kept.
-  void visit(int64_t n, const int32_t* tables, const int64_t* keys,
-             const std::function<void(int64_t, const float*, int64_t)>& visit) const;
+  // Held while located rows are read: no push comes in between.
+  std::shared_lock<std::shared_mutex> read_lock() const { return std::shared_lock(mutex_); }
+
+  // Where rows lie (null: nobody wrote them) and their clocks. The caller holds read_lock().
+  void locate(int64_t n, const int32_t* tables, const int64_t* keys, const float** rows, int64_t* clocks) const;
+
+  // Visits located rows in order, with the next ones on their way into the cache.
+  template <typename Visit>
+  void for_each_located(int64_t n, const float* const* rows, Visit visit) const {
+    constexpr int64_t kAhead = 8;
+    for (int64_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) {
+        const auto* bytes = reinterpret_cast<const char*>(rows[i + kAhead]);
+        for (int64_t b = 0; b < 4 * width(); b += 64) __builtin_prefetch(bytes + b);
+      }
+      visit(i, rows[i]);
+    }
+  }
 
   // Indices i with c_g(i) > clocks[i] + staleness, ascending.
   std::vector<int32_t> stale(int64_t n, const int32_t* tables, const int64_t* keys, const int64_t* clocks,

@@ -107,15 +107,16 @@ void assign(EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int64_t> 
 using Bytes = Vec<const uint8_t>;
 
 // A C++ vector as a numpy array that owns it.
-template <typename T>
-nb::ndarray<nb::numpy, T> owned(std::vector<T>&& values, std::initializer_list<size_t> shape) {
-  auto* kept = new std::vector<T>(std::move(values));
-  const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+template <typename T, typename Allocator>
+nb::ndarray<nb::numpy, T> owned(std::vector<T, Allocator>&& values, std::initializer_list<size_t> shape) {
+  using Kept = std::vector<T, Allocator>;
+  auto* kept = new Kept(std::move(values));
+  const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<Kept*>(p); });
   return {kept->data(), shape, owner};
 }
 
-template <typename T>
-nb::ndarray<nb::numpy, T> owned(std::vector<T>&& values) {
+template <typename T, typename Allocator>
+nb::ndarray<nb::numpy, T> owned(std::vector<T, Allocator>&& values) {
   const size_t n = values.size();
   return owned(std::move(values), {n});
 }
@@ -174,7 +175,8 @@ nb::dict parse_request(Bytes frame, uint64_t max_rows) {
   return fields;
 }
 
-nb::object decode_reply(Bytes frame) {
+nb::object decode_reply(nb::object frame_object) {
+  const auto frame = nb::cast<Bytes>(frame_object);
   hetrec::Reply reply;
   {
     const nb::gil_scoped_release release;
@@ -183,9 +185,13 @@ nb::object decode_reply(Bytes frame) {
   const size_t width = size_t{reply.header.dim} + reply.header.state_dim;
   const size_t n = reply.header.n_fetch, stale = reply.header.n_stale;
   const uint64_t generation = reply.header.generation, sequence = reply.header.sequence;
-  return nb::make_tuple(generation, sequence, owned(std::move(reply.rows), {n, width}), owned(std::move(reply.clocks)),
-                        owned(std::move(reply.fresh)), owned(std::move(reply.stale)),
-                        owned(std::move(reply.stale_rows), {stale, width}), owned(std::move(reply.stale_clocks)));
+  using Rows = nb::ndarray<nb::numpy, float>;
+  // A view keeps the frame alive. Nobody writes to it; numpy must not know, or torch would warn of every one.
+  Rows rows = reply.view == nullptr ? owned(std::move(reply.rows), {n, width})
+                                    : Rows(const_cast<float*>(reply.view), {n, width}, frame_object);
+  return nb::make_tuple(generation, sequence, rows, owned(std::move(reply.clocks)), owned(std::move(reply.fresh)),
+                        owned(std::move(reply.stale)), owned(std::move(reply.stale_rows), {stale, width}),
+                        owned(std::move(reply.stale_clocks)));
 }
 
 void define_wire(nb::module_& m) {

@@ -21,6 +21,12 @@ constexpr size_t kReplyCrcFrom = offsetof(ReplyHeader, version);
 
 size_t aligned(size_t bytes) { return (bytes + 7) / 8 * 8; }
 
+// Grows the frame to `size`, and with zeros to the next multiple of 8.
+void pad(Frame* frame, size_t size) {
+  frame->resize(aligned(size));
+  std::fill(frame->begin() + static_cast<int64_t>(size), frame->end(), uint8_t{0});
+}
+
 struct BlockHeader {
   int64_t base;
   uint8_t bits;
@@ -76,12 +82,12 @@ class Reader {
   }
 
   template <typename T>
-  std::vector<T> block(size_t n) {
+  Buffer<T> block(size_t n) {
     BlockHeader header;
     std::memcpy(&header, take(sizeof(header)), sizeof(header));
     if (header.bits > 64) throw WireError("a section packs values of " + std::to_string(header.bits) + " bits");
     const uint8_t* in = take((n * header.bits + 63) / 64 * 8);
-    std::vector<T> values(n);
+    Buffer<T> values(n);
     const uint64_t mask = header.bits == 64 ? ~uint64_t{0} : (uint64_t{1} << header.bits) - 1;
     size_t bit = 0;
     for (size_t i = 0; i < n; ++i, bit += header.bits) {
@@ -125,7 +131,7 @@ void check_version(uint16_t version) {
 void write_rows(Frame* frame, RowCodec codec, int64_t dim, int64_t state_dim, int64_t n, const float* rows) {
   const auto bytes = static_cast<size_t>(encoded_row_bytes(codec, dim, state_dim));
   const size_t at = frame->size();
-  frame->resize(at + aligned(bytes * static_cast<size_t>(n)));
+  pad(frame, at + bytes * static_cast<size_t>(n));
   uint8_t* out = frame->data() + at;
   if (codec == RowCodec::kFp32) {
     if (n > 0) std::memcpy(out, rows, bytes * static_cast<size_t>(n));
@@ -134,17 +140,17 @@ void write_rows(Frame* frame, RowCodec codec, int64_t dim, int64_t state_dim, in
   for (int64_t i = 0; i < n; ++i) encode_row(codec, rows + i * (dim + state_dim), dim, state_dim, out + i * bytes);
 }
 
-void check_tables(const std::vector<int32_t>& tables) {
+void check_tables(const Buffer<int32_t>& tables) {
   for (const int32_t table : tables) {
     if (table < 0 || table >= 1 << 16) throw WireError("table id " + std::to_string(table) + " is outside 0..65535");
   }
 }
 
 struct Query {
-  std::vector<int32_t> check_tables;
-  std::vector<int64_t> check_keys, check_clocks;
-  std::vector<int32_t> fetch_tables;
-  std::vector<int64_t> fetch_keys;
+  Buffer<int32_t> check_tables;
+  Buffer<int64_t> check_keys, check_clocks;
+  Buffer<int32_t> fetch_tables;
+  Buffer<int64_t> fetch_keys;
 };
 
 Query read_query(const RequestHeader& header, const uint8_t* frame) {
@@ -160,9 +166,9 @@ Query read_query(const RequestHeader& header, const uint8_t* frame) {
 }
 
 struct DecodedPush {
-  std::vector<int32_t> tables;
-  std::vector<int64_t> keys, clocks, starts;
-  std::vector<float> decoded;  // empty where the frame's own bytes serve
+  Buffer<int32_t> tables;
+  Buffer<int64_t> keys, clocks, starts;
+  Buffer<float> decoded;  // empty where the frame's own bytes serve
   const float* deltas = nullptr;
 };
 
@@ -312,33 +318,37 @@ Frame answer(const EmbeddingTable& table, const uint8_t* frame, size_t size, uin
   const Query query = read_query(request, frame);
   const RowCodec codec = codec_of(request.fetch_codec);
   const auto bytes = static_cast<size_t>(encoded_row_bytes(codec, request.dim, request.state_dim));
+  const size_t n_fetch = request.n_fetch, n_check = request.n_check;
 
-  std::vector<uint8_t> fresh((request.n_fetch + 63) / 64 * 8, 0);
-  std::vector<int64_t> clocks, stale_clocks;
+  // Clocks come before rows in the frame, so rows are located first and encoded straight into their place. The lock is
+  // held from one to the other: no push may come in between.
+  const auto lock = table.read_lock();
+  Buffer<const float*> found(std::max(n_fetch, n_check));
+  Buffer<int64_t> found_clocks(found.size());
+  table.locate(static_cast<int64_t>(n_check), query.check_tables.data(), query.check_keys.data(), found.data(),
+               found_clocks.data());
   std::vector<int32_t> stale;
-  clocks.reserve(request.n_fetch);
-  Frame rows(bytes * request.n_fetch), stale_rows;
+  std::vector<int64_t> stale_clocks;
+  Frame stale_rows;
+  for (size_t i = 0; i < n_check; ++i) {
+    if (found[i] == nullptr || read_is_fresh(found_clocks[i], query.check_clocks[i], request.staleness)) continue;
+    stale.push_back(static_cast<int32_t>(i));
+    stale_clocks.push_back(found_clocks[i]);
+    stale_rows.resize(stale_rows.size() + bytes);
+    encode_row(codec, found[i], request.dim, request.state_dim, stale_rows.data() + stale_rows.size() - bytes);
+  }
+  table.locate(static_cast<int64_t>(n_fetch), query.fetch_tables.data(), query.fetch_keys.data(), found.data(),
+               found_clocks.data());
+  std::vector<uint8_t> fresh((n_fetch + 63) / 64 * 8, 0);
   size_t n_written = 0;
-  table.visit(request.n_fetch, query.fetch_tables.data(), query.fetch_keys.data(),
-              [&](int64_t i, const float* row, int64_t clock) {
-                if (row == nullptr) {
-                  fresh[static_cast<size_t>(i / 8)] |= static_cast<uint8_t>(1 << (i % 8));
-                  return;
-                }
-                clocks.push_back(clock);
-                encode_row(codec, row, request.dim, request.state_dim, rows.data() + bytes * n_written++);
-              });
-  table.visit(
-      request.n_check, query.check_tables.data(), query.check_keys.data(),
-      [&](int64_t i, const float* row, int64_t clock) {
-        if (row == nullptr || read_is_fresh(clock, query.check_clocks[static_cast<size_t>(i)], request.staleness)) {
-          return;
-        }
-        stale.push_back(static_cast<int32_t>(i));
-        stale_clocks.push_back(clock);
-        stale_rows.resize(stale_rows.size() + bytes);
-        encode_row(codec, row, request.dim, request.state_dim, stale_rows.data() + stale_rows.size() - bytes);
-      });
+  for (size_t i = 0; i < n_fetch; ++i) {
+    if (found[i] == nullptr) {
+      fresh[i / 8] |= static_cast<uint8_t>(1 << (i % 8));
+    } else {
+      found[n_written] = found[i];
+      found_clocks[n_written++] = found_clocks[i];
+    }
+  }
 
   ReplyHeader header{};
   header.magic = kReplyMagic;
@@ -352,15 +362,19 @@ Frame answer(const EmbeddingTable& table, const uint8_t* frame, size_t size, uin
   header.generation = generation;
   header.sequence = request.sequence;
   Frame reply(sizeof(header));
-  reply.reserve(sizeof(header) + fresh.size() + bytes * n_written + stale_rows.size() + 10 * (clocks.size() + 16));
+  reply.reserve(sizeof(header) + fresh.size() + bytes * n_written + stale_rows.size() + 10 * (n_written + 16) +
+                16 * stale.size());
   reply.insert(reply.end(), fresh.begin(), fresh.end());
-  write_block(&reply, static_cast<int64_t>(clocks.size()), clocks.data());
-  reply.insert(reply.end(), rows.begin(), rows.begin() + static_cast<int64_t>(bytes * n_written));
-  reply.resize(aligned(reply.size()));
+  write_block(&reply, static_cast<int64_t>(n_written), found_clocks.data());
+  const size_t rows_at = reply.size();
+  pad(&reply, rows_at + bytes * n_written);
+  table.for_each_located(static_cast<int64_t>(n_written), found.data(), [&](int64_t i, const float* row) {
+    encode_row(codec, row, request.dim, request.state_dim, reply.data() + rows_at + bytes * static_cast<size_t>(i));
+  });
   write_block(&reply, static_cast<int64_t>(stale.size()), stale.data());
   write_block(&reply, static_cast<int64_t>(stale.size()), stale_clocks.data());
   reply.insert(reply.end(), stale_rows.begin(), stale_rows.end());
-  reply.resize(aligned(reply.size()));
+  pad(&reply, reply.size());
   std::memcpy(reply.data(), &header, sizeof(header));
   header.crc = crc32c(reply.data() + kReplyCrcFrom, reply.size() - kReplyCrcFrom);
   std::memcpy(reply.data(), &header, sizeof(header));
@@ -382,18 +396,24 @@ Reply decode_reply(const uint8_t* frame, size_t size) {
   const auto bytes = static_cast<size_t>(encoded_row_bytes(codec, header.dim, header.state_dim));
   Reader reader(frame + sizeof(header), size - sizeof(header));
   const uint8_t* fresh_bits = reader.take((size_t{header.n_fetch} + 63) / 64 * 8);
-  const std::vector<int64_t> clocks = reader.block<int64_t>(header.n_written);
+  const Buffer<int64_t> clocks = reader.block<int64_t>(header.n_written);
   const uint8_t* rows = reader.take(aligned(bytes * header.n_written));
   reply.fresh.resize(header.n_fetch);
   reply.clocks.resize(header.n_fetch);
-  reply.rows.resize(width * header.n_fetch);
+  const bool as_they_are = codec == RowCodec::kFp32 && header.n_written == header.n_fetch &&
+                           reinterpret_cast<uintptr_t>(rows) % alignof(float) == 0;
+  reply.view = as_they_are ? reinterpret_cast<const float*>(rows) : nullptr;
+  if (!as_they_are) reply.rows.resize(width * header.n_fetch);
   size_t next = 0;
   for (size_t i = 0; i < header.n_fetch; ++i) {
     reply.fresh[i] = fresh_bits[i / 8] >> (i % 8) & 1;
     if (reply.fresh[i]) continue;
     if (next == header.n_written) throw WireError("a reply holds fewer rows than it announces");
     reply.clocks[i] = clocks[next];
-    decode_row(codec, rows + bytes * next++, header.dim, header.state_dim, reply.rows.data() + width * i);
+    if (!as_they_are) {
+      decode_row(codec, rows + bytes * next, header.dim, header.state_dim, reply.rows.data() + width * i);
+    }
+    ++next;
   }
   if (next != header.n_written) throw WireError("a reply holds more rows than were asked for");
   reply.stale = reader.block<int32_t>(header.n_stale);

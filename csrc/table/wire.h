@@ -4,7 +4,10 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <new>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "core/row_codec.h"
@@ -71,7 +74,26 @@ struct RowNames {
   const int64_t* keys;
 };
 
-using Frame = std::vector<uint8_t>;
+// Vectors that leave what they grow by uninitialised: frames are megabytes, and every byte is written anyway.
+template <typename T>
+struct Uninitialised : std::allocator<T> {
+  template <typename U>
+  struct rebind {
+    using other = Uninitialised<U>;
+  };
+  template <typename U, typename... Args>
+  void construct(U* at, Args&&... args) {
+    if constexpr (sizeof...(Args) == 0) {
+      ::new (static_cast<void*>(at)) U;
+    } else {
+      ::new (static_cast<void*>(at)) U(std::forward<Args>(args)...);
+    }
+  }
+};
+template <typename T>
+using Buffer = std::vector<T, Uninitialised<T>>;
+
+using Frame = Buffer<uint8_t>;
 
 // Writes a request. Counts, sizes and checksums of `header` are filled in.
 Frame encode_request(RequestHeader header, const PushView& push, const CheckView& check, const RowNames& fetch);
@@ -96,12 +118,13 @@ Frame answer(const EmbeddingTable& table, const uint8_t* frame, size_t size, uin
 
 struct Reply {
   ReplyHeader header;
-  std::vector<uint8_t> fresh;  // n_fetch
-  std::vector<int64_t> clocks;
-  std::vector<float> rows;  // n_fetch x width; fresh rows are left zero
-  std::vector<int32_t> stale;
-  std::vector<int64_t> stale_clocks;
-  std::vector<float> stale_rows;
+  Buffer<uint8_t> fresh;   // n_fetch
+  Buffer<int64_t> clocks;  // n_fetch; fresh ones mean nothing
+  Buffer<float> rows;      // n_fetch x width; fresh ones mean nothing
+  const float* view;       // the rows in the frame itself, where they lie there as they are; then `rows` is empty
+  Buffer<int32_t> stale;
+  Buffer<int64_t> stale_clocks;
+  Buffer<float> stale_rows;
 };
 Reply decode_reply(const uint8_t* frame, size_t size);
 
