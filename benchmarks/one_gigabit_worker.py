@@ -229,7 +229,8 @@ class Job:
         if setting.get("local"):
             store: EmbeddingStore = LocalStore()
             local = Het(self, name, dim, store, setting)
-            _fill(store, local.tables, self.rows, 0, 1)
+            if setting["local"] == "both" or self.rank == 0:
+                _fill(store, local.tables, self.rows, 0, 1)
             return local
         codec = setting["codec"]
         remote = Het(self, name, dim, RemoteStore([self._server(dim)], codec, codec), setting)
