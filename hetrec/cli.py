@@ -26,8 +26,8 @@ from pytorch_lightning.cli import (
     OptimizerCallable,
 )
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
-from pytorch_lightning.utilities import rank_zero_only
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities import rank_zero_info, rank_zero_only
+from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from cache_backend import AutoStore, CacheConfig, EmbeddingOptimizer, EmbeddingStore
 from hetrec.arguments import EXPERIMENT, GROUPS, SUBCOMMANDS, choices, expand
@@ -36,6 +36,7 @@ from hetrec.data import FeatureSpec
 from hetrec.errors import UserError, one_line, users_mistake
 from hetrec.parser import HetArgumentParser
 from hetrec.quiet import quiet
+from hetrec.ranks import another_failed, end_others, join_first_rank, launch_with_care, started_by_first_rank, tell_error
 from hetrec.task import CTRTask
 
 __all__ = ["HetCLI", "main"]
@@ -98,7 +99,7 @@ class HetCLI(LightningCLI):
         settings = self.config_init[self.subcommand]
         store = settings.store
         if isinstance(store, AutoStore):
-            store = store.for_ranks(self.trainer.world_size, self.trainer.num_nodes)
+            store = self._automatic(store)
         if self.trainer.world_size > 1 and store.exclusive:
             # Here, before any other process is started.
             raise UserError(
@@ -111,6 +112,21 @@ class HetCLI(LightningCLI):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]  # a connector of the trainer sets it
             if isinstance(callback, RunSummary):
                 callback.test_follows = self.subcommand == "fit" and self.datamodule.has_test
+
+    def _automatic(self, store: AutoStore) -> EmbeddingStore:
+        ranks = self.trainer.world_size
+        environment = getattr(self.trainer.strategy, "cluster_environment", None)
+        alien = environment is not None and environment.creates_processes_externally and not started_by_first_rank()
+        if ranks > 1 and alien:
+            raise UserError(
+                f"store=auto cannot start servers for {ranks} ranks that another program started (torchrun, srun), since "
+                "these would not find them: start hetrec-ps, and set store=remote store.addresses=[...]"
+            )
+        chosen = store.for_ranks(ranks, self.trainer.num_nodes)
+        if ranks > 1:
+            servers = f"{store.shards} parameter server{'s' if store.shards > 1 else ''}"
+            rank_zero_info(f"{ranks} ranks share {servers}, started for this run")
+        return chosen
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         callbacks = [*(config["callbacks"] or []), *callbacks]
@@ -127,9 +143,11 @@ class HetCLI(LightningCLI):
             if config["logger"] in (None, True):
                 config["logger"] = [logger(folder, name="", version="") for logger in (TensorBoardLogger, CSVLogger)]
         try:
-            return super()._instantiate_trainer({**config, "callbacks": callbacks}, [])
+            trainer = super()._instantiate_trainer({**config, "callbacks": callbacks}, [])
         except (ValueError, TypeError, MisconfigurationException) as error:
             raise UserError(f"trainer: {one_line(error)}") from error
+        launch_with_care(trainer)
+        return trainer
 
     def _run_name(self) -> str:
         names = [type(part).__name__.removesuffix("DataModule").lower() for part in (self.model, self.datamodule)]
@@ -145,14 +163,15 @@ def main(configs: Path, argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns the exit code.
 
     0: done. 1: the run failed on something the user can mend, which one line says (``hetrec.errors`` draws the line;
-    ``HETREC_TRACEBACK=1`` shows where it came from). 2: the command line is wrong. 130: interrupted, after pending
-    updates were flushed. Anything else is a bug and raises.
+    ``HETREC_TRACEBACK=1`` shows where it came from). 2: the command line is wrong. 130, 143: interrupted, after pending
+    updates were flushed. Anything else is a bug and raises. Of several ranks on a machine, the first one speaks.
 
     Args:
         configs: folder of ``default.yaml`` and the configuration groups.
         argv: words of the command line without the program's name (default: those of this process).
     """
-    quiet()
+    quiet(started_by_first_rank())
+    join_first_rank()
     try:
         args = expand(sys.argv[1:] if argv is None else argv, configs)
         defaults = {"default_config_files": [str(configs / "default.yaml")]}
@@ -168,22 +187,36 @@ def main(configs: Path, argv: Sequence[str] | None = None) -> int:
             save_config_kwargs={"overwrite": True},
             args=args,
         )
-    except KeyboardInterrupt:
-        return 130
-    except SystemExit as end:
-        # Lightning turns Ctrl-C into exit code 1 once it has shut the run down; --help and --print_config end with 0.
-        if isinstance(end.__context__, KeyboardInterrupt):
-            return 130
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except Exception as error:
-        mistake = users_mistake(error)
-        if mistake is None:
-            raise
-        if os.environ.get("HETREC_TRACEBACK") == "1":
-            traceback.print_exc()
-        print(f"error: {one_line(mistake)}", file=sys.stderr)
-        return 2 if isinstance(mistake, UserError) else 1
+        end_others(failed=False)
+    except BaseException as error:
+        return _failed(error)
     return 0
+
+
+def _failed(error: BaseException) -> int:
+    """Says in one line what went wrong, ends the other ranks of the run, and returns the exit code. A bug raises."""
+    mistake = users_mistake(error)
+    of_another = another_failed() if isinstance(error, Exception) and mistake is None else None
+    end_others(failed=True)
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, SIGTERMException):
+        return 143
+    if isinstance(error, SystemExit):
+        # Lightning turns Ctrl-C into exit code 1 once it has shut the run down; --help and --print_config end with 0.
+        if isinstance(error.__context__, KeyboardInterrupt):
+            return 130
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if os.environ.get("HETREC_TRACEBACK") == "1" and (mistake or of_another is not None):
+        traceback.print_exception(error)
+    if of_another is not None:
+        if of_another:
+            tell_error(of_another)
+        return 1
+    if mistake is None:
+        raise error
+    tell_error(one_line(mistake))
+    return 2 if isinstance(mistake, UserError) else 1
 
 
 def _new_folder(path: Path) -> Path:

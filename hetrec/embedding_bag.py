@@ -36,11 +36,13 @@ class _GroupPlan:
 
 @dataclass
 class _BatchPlan:
-    """A batch between its plan and its update. ``replies`` runs in the background; None once it is committed."""
+    """A batch between its plan and its update. ``replies`` runs in the background; None once it is committed.
+    ``failed``: they ended in an error that was raised."""
 
     features: KeyedJaggedTensor
     groups: list[_GroupPlan]
     replies: Future[list[ExchangeReply]] | None
+    failed: bool = False
 
 
 @dataclass
@@ -233,7 +235,7 @@ class HetEmbeddingBagCollection(nn.Module):
     def reset(self) -> None:
         """Forget all cached rows, pending deltas included: the store was restored."""
         self._expect_open()
-        if self._ahead is not None and self._ahead.replies is not None:
+        if self._ahead is not None and self._ahead.replies is not None and not self._ahead.failed:
             self._ahead.replies.result()
         self._forget_batches()
         for group in self._groups:
@@ -279,12 +281,14 @@ class HetEmbeddingBagCollection(nn.Module):
     def _commit(self, plan: _BatchPlan) -> None:
         if plan.replies is None:
             return
+        if plan.failed:
+            plan.replies, plan.failed = self._launch(plan.groups), False
         start = time.perf_counter()
         try:
             replies = plan.replies.result()
         except BaseException:
-            # What the request carries is in no cache any more, so it must not be lost: the next attempt sends it again.
-            plan.replies = self._launch(plan.groups)
+            # What the request carries is in no cache any more, so it must not be lost: whoever goes on sends it again.
+            plan.failed = plan.replies.done()  # not where Ctrl-C ended the wait
             self._ahead = plan
             raise
         self._wait_s += time.perf_counter() - start

@@ -8,6 +8,8 @@ from types import TracebackType
 
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
+from cache_backend import StoreError
+
 __all__ = ["UserError", "is_users_mistake", "one_line", "users_mistake"]
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -25,9 +27,10 @@ def is_users_mistake(error: BaseException) -> bool:
     The project raises ``ValueError``, ``IndexError`` (a key outside its table) and the ``OSError`` family for callers'
     mistakes and asserts its own invariants. So an error of those types that a ``raise`` statement of ours threw carries
     a message for the user, as Lightning's ``MisconfigurationException`` does. The same types thrown by anything else
-    (numpy, torch, an unpacking that does not fit) are bugs, ours most likely, and keep their traceback.
+    (numpy, torch, an unpacking that does not fit) are bugs, ours most likely, and keep their traceback. A
+    ``StoreError`` tells of servers that cannot be reached, are not the ones they were, or turned this client away.
     """
-    if isinstance(error, (UserError, MisconfigurationException)):
+    if isinstance(error, (UserError, MisconfigurationException, StoreError)):
         return True
     return isinstance(error, (ValueError, IndexError, OSError)) and _raised_by_us(error.__traceback__)
 

@@ -36,11 +36,18 @@ _LINES = (
     "💡 Tip:",  # recommends a hosted service
     "TPU available:",  # not supported here
     "`Trainer.fit` stopped: `max_epochs=",  # the ordinary end
+    # One line of ours says how many ranks there are, and what they share.
+    "Initializing distributed: GLOBAL_RANK:",
+    f"{'-' * 100}\ndistributed_backend=",
 )
 
 
-def quiet() -> None:
-    """Installs the filters. Calling it again changes nothing."""
+def quiet(another_speaks: bool = False) -> None:
+    """Installs the filters. Calling it again changes nothing.
+
+    Args:
+        another_speaks: this is one rank of several on the machine and not the first, which gives the same warnings.
+    """
     for start in _WARNINGS:
         warnings.filterwarnings("ignore", message=start)
     warnings.formatwarning = _short
@@ -57,9 +64,14 @@ def quiet() -> None:
             logger.propagate = False
             logger.handlers = [logging.StreamHandler()]
 
-    lightning = logging.getLogger("pytorch_lightning.utilities.rank_zero")
-    if _tells_something not in lightning.filters:
-        lightning.addFilter(_tells_something)
+    for name in ("pytorch_lightning.utilities.rank_zero", "lightning_fabric.utilities.distributed"):
+        logger = logging.getLogger(name)
+        if _tells_something not in logger.filters:
+            logger.addFilter(_tells_something)
+    if another_speaks:
+        for name in ("pytorch_lightning", "lightning_fabric"):
+            logging.getLogger(name).setLevel(logging.WARNING)  # "Seed set to 42", once a rank
+        warnings.simplefilter("ignore")
     # torchrec calls a function that warns about its own name.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 

@@ -13,6 +13,7 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim import Adagrad, Optimizer
@@ -293,9 +294,9 @@ class CTRTask(LightningModule):
 
 
 class _FlushWhenInterrupted(Callback):
-    """Ctrl-C is a clean end too: what the cache holds back reaches the store."""
+    """Ctrl-C and SIGTERM are clean ends too: what the cache holds back reaches the store."""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         assert isinstance(pl_module, CTRTask)
-        if isinstance(exception, KeyboardInterrupt) and pl_module.embeddings.is_open:
+        if isinstance(exception, (KeyboardInterrupt, SIGTERMException)) and pl_module.embeddings.is_open:
             pl_module.embeddings.close()

@@ -61,7 +61,7 @@ class RemoteStore:
         max_message_bytes: larger exchanges are split.
 
     Raises:
-        ValueError: no address, an unknown codec, or half of a certificate.
+        ValueError: no address or one that is none, an unknown codec, or half of a certificate.
     """
 
     exclusive = False
@@ -81,7 +81,10 @@ class RemoteStore:
     ) -> None:
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         if not addresses:
-            raise ValueError("store.addresses is empty; give one address per shard, such as grpc://host:7070")
+            raise ValueError("store.addresses is empty; give one address per shard: store.addresses=[grpc://host:7070]")
+        for address in addresses:
+            if not address.startswith(("grpc://", "grpc+tls://")):
+                raise ValueError(f"store.addresses: {address!r} is not grpc://HOST:PORT or grpc+tls://HOST:PORT")
         for what, codec in (("push_codec", push_codec), ("fetch_codec", fetch_codec)):
             if codec not in CODECS:
                 raise ValueError(f"unknown store.{what} {codec!r}; available: {', '.join(CODECS)}")

@@ -24,7 +24,7 @@ class PredictionWriter(BasePredictionWriter):
     """Writes what ``predict`` yields to ``predictions.parquet`` in the run's folder, batch by batch.
 
     One column, ``probability``, float32, in the order in which the rows were read; with several ranks each writes its
-    own ``predictions-RANK.parquet``.
+    own ``predictions-RANK.parquet``, which in the order of the ranks hold the rows in the order of the data.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,8 @@ class PredictionWriter(BasePredictionWriter):
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
-        rank_zero_info(f"predictions are in {self._path}")
+        name = "predictions.parquet" if trainer.world_size == 1 else "predictions-RANK.parquet"
+        rank_zero_info(f"predictions are in {self._path.with_name(name)}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close()
