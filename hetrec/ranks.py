@@ -38,6 +38,10 @@ _started: RankLauncher | None = None
 class RankLauncher(_SubprocessScriptLauncher):
     """Starts the other ranks of this machine as Lightning does, and looks after them."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._over = threading.Event()
+
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         global _started
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -46,7 +50,6 @@ class RankLauncher(_SubprocessScriptLauncher):
             atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
             os.environ[_FIRST_RANK] = f"{os.getpid()}:{self.folder}"
             self._call_children_scripts()
-            self._over = threading.Event()
             _started = self
             threading.Thread(target=self._watch, name="hetrec-ranks", daemon=True).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
@@ -54,7 +57,9 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     def kill(self, signum: Any) -> None:
         if signum == signal.SIGKILL:  # after Ctrl-C: this rank has pushed what it had, the others may still be at it
-            self._interrupt()
+            self._over.set()
+            if self.procs:
+                self._interrupt()
         else:
             super().kill(signum)
 
@@ -70,7 +75,6 @@ class RankLauncher(_SubprocessScriptLauncher):
         self._wait(_END_S)
 
     def _interrupt(self) -> None:
-        self._over.set()
         # A rank that waits for this one in a collective operation hears of Ctrl-C when that fails. In a thread: where
         # this rank's own half of an operation is under way, it waits for the others.
         threading.Thread(target=_leave_process_group, daemon=True).start()
