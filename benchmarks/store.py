@@ -43,6 +43,8 @@ from cache_backend.stores.remote import RowCodec
 HERE = Path(__file__).resolve().parent
 DIMS = (16, 128)
 CODECS: tuple[RowCodec, ...] = ("fp32", "fp16")
+# How rows travel on the key stream: (pushed, fetched).
+WIRES = {"fp32": ("fp32", "fp32"), "fp16": ("fp16", "fp16"), "int8 out, fp16 in": ("int8", "fp16")}
 LINKS = {"plain": None, "1 Gbit/s": "1gbit"}
 CLIENTS = (1, 4, 16)
 SMALL = 16  # rows of a small exchange
@@ -293,7 +295,7 @@ def stream(sizes: Sizes) -> dict[str, Any]:
     """Part 4: one process over each kind of link, so that they take turns."""
     settings = {
         "dims": DIMS,
-        "codecs": CODECS,
+        "wires": WIRES,
         "rows": sizes.rows,
         "cache_rows": sizes.cache_rows,
         "samples": sizes.samples,
@@ -309,14 +311,14 @@ def stream(sizes: Sizes) -> dict[str, Any]:
                 lab = stack.enter_context(Netlab(2, rate))
                 server = stack.enter_context(parameter_server(f"grpc://{lab.address(0)}:0", partial(lab.popen, 0)))
                 workers[link] = start_stream(lab, {**settings, "address": server.address, "pid": server.pid}, stack)
-            turns = len(DIMS) * len(CODECS) * 2 * (sizes.stream_rounds + 1)
+            turns = len(DIMS) * len(WIRES) * 2 * (sizes.stream_rounds + 1)
             task = progress.add_task("key stream", total=turns * len(LINKS))
             for _ in range(turns):
                 for link, worker in workers.items():
                     said = worker("go")
                     progress.update(task, advance=1)
                     if said["figures"] is not None:
-                        key = (said["dim"], link, said["codec"], said["way"])
+                        key = (said["dim"], link, said["wire"], said["way"])
                         found.setdefault(key, []).append(said["figures"])
     except NetlabError as error:
         print(f"the key stream is left out: {error}", file=sys.stderr)
@@ -326,15 +328,15 @@ def stream(sizes: Sizes) -> dict[str, Any]:
         for link in LINKS:
             column = list(LINKS).index(link) + (2 if dim == 128 else 0)
             het, het_mb = PEERS["HET's cache, s=100"][column], PEERS["HET's cache, s=100"][4 if dim == 16 else 5]
-            for codec in CODECS:
-                both = {way: found[dim, link, codec, way] for way in ("inline", "ahead")}
+            for wire in WIRES:
+                both = {way: found[dim, link, wire, way] for way in ("inline", "ahead")}
                 ms = {way: median(f["ms"] for f in figures) for way, figures in both.items()}
                 mb = median(f["MB"] for f in both["ahead"])
                 rows.append(
                     {
                         "D": dim,
                         "link": link,
-                        "client": f"hetrec, {codec}",
+                        "client": f"hetrec, {wire}",
                         "ms inline": ms["inline"],
                         "ms ahead": ms["ahead"],
                         "MB": mb,

@@ -22,12 +22,12 @@ FEATURES = [f"f{i}" for i in range(keystream.FEATURES)]
 
 
 class Stream:
-    """One width and codec: the whole embedding work of a batch, with gradients from outside."""
+    """One width and way of rows over the wire: the whole embedding work of a batch, with gradients from outside."""
 
-    def __init__(self, settings: dict[str, Any], dim: int, codec: Any) -> None:
+    def __init__(self, settings: dict[str, Any], dim: int, wire: str) -> None:
         self._settings = settings
         config = EmbeddingBagConfig(
-            name=f"stream{dim}-{codec}",
+            name=f"stream{dim}-{wire}",
             embedding_dim=dim,
             num_embeddings=settings["rows"],
             feature_names=FEATURES,
@@ -35,7 +35,7 @@ class Stream:
             weight_init_max=0.01,
         )
         self._rows = HetEmbeddingBagCollection([config])
-        store = RemoteStore([settings["address"]], codec, codec)
+        store = RemoteStore([settings["address"]], *settings["wires"][wire])
         cache = CacheConfig(rows=settings["cache_rows"], staleness=100)
         self._rows.open(store, cache, EmbeddingOptimizer("sgd", lr=0.01))
         schema = store.schemas()[-1]
@@ -86,15 +86,15 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     logging.disable(logging.WARNING)  # torch.fx warns when torchrec is imported
     torch.set_num_threads(1)
-    streams = {(d, c): Stream(settings, d, c) for d in settings["dims"] for c in settings["codecs"]}
+    streams = {(d, w): Stream(settings, d, w) for d in settings["dims"] for w in settings["wires"]}
     # The first round fills the caches.
     for number in range(settings["rounds"] + 1):
-        for (dim, codec), stream in streams.items():
+        for (dim, wire), stream in streams.items():
             for way in ("inline", "ahead"):
                 sys.stdin.readline()
                 figures = stream.turn(way == "ahead", settings["batches"] if number else settings["warm_up"])
                 print(
-                    json.dumps({"dim": dim, "codec": codec, "way": way, "figures": figures if number else None}),
+                    json.dumps({"dim": dim, "wire": wire, "way": way, "figures": figures if number else None}),
                     flush=True,
                 )
 

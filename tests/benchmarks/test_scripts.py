@@ -57,7 +57,7 @@ def test_store_latency(benchmarks: Path, tmp_path: Path) -> None:
 def test_store_key_stream(benchmarks: Path, tmp_path: Path) -> None:
     _needs_hosts()
     (stream,) = _run(benchmarks / "store.py", tmp_path, "--parts", "stream")["tables"]
-    clients = {"hetrec, fp32", "hetrec, fp16", *PEERS}
+    clients = {"hetrec, fp32", "hetrec, fp16", "hetrec, int8 out, fp16 in", *PEERS}
     every = {(d, link, client) for d in (16, 128) for link in ("plain", "1 Gbit/s") for client in clients}
     assert {(row["D"], row["link"], row["client"]) for row in stream["rows"]} == every
     ours = {(row["D"], row["client"]): row for row in stream["rows"] if row["hit rate"] is not None}
