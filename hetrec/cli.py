@@ -36,7 +36,14 @@ from hetrec.data import FeatureSpec
 from hetrec.errors import UserError, one_line, users_mistake
 from hetrec.parser import HetArgumentParser
 from hetrec.quiet import quiet
-from hetrec.ranks import another_failed, end_others, join_first_rank, launch_with_care, started_by_first_rank, tell_error
+from hetrec.ranks import (
+    another_failed,
+    end_others,
+    join_first_rank,
+    launch_with_care,
+    started_by_first_rank,
+    tell_error,
+)
 from hetrec.task import CTRTask
 
 __all__ = ["HetCLI", "main"]
@@ -119,8 +126,8 @@ class HetCLI(LightningCLI):
         alien = environment is not None and environment.creates_processes_externally and not started_by_first_rank()
         if ranks > 1 and alien:
             raise UserError(
-                f"store=auto cannot start servers for {ranks} ranks that another program started (torchrun, srun), since "
-                "these would not find them: start hetrec-ps, and set store=remote store.addresses=[...]"
+                f"store=auto cannot start servers for {ranks} ranks that another program started (torchrun, srun): "
+                "start hetrec-ps, and set store=remote store.addresses=[...]"
             )
         chosen = store.for_ranks(ranks, self.trainer.num_nodes)
         if ranks > 1:

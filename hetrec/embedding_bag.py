@@ -288,7 +288,7 @@ class HetEmbeddingBagCollection(nn.Module):
             replies = plan.replies.result()
         except BaseException:
             # What the request carries is in no cache any more, so it must not be lost: whoever goes on sends it again.
-            plan.failed = plan.replies.done()  # not where Ctrl-C ended the wait
+            plan.failed = plan.replies.done() and plan.replies.exception() is not None  # Ctrl-C ends the wait only
             self._ahead = plan
             raise
         self._wait_s += time.perf_counter() - start

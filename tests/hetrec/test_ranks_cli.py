@@ -169,9 +169,10 @@ def test_ranks_predict_what_one_rank_without_servers_predicts(
     several = start("predict", best)
     assert several.wait() == 0, several.err
     files = [several.files / f"predictions-{rank}.parquet" for rank in range(RANKS)]
-    assert f"predictions are in {several.files / 'predictions-RANK.parquet'}".replace(
-        f"{several.folder}/", ""
-    ) in several.err
+    assert (
+        f"predictions are in {several.files / 'predictions-RANK.parquet'}".replace(f"{several.folder}/", "")
+        in several.err
+    )
     shares = [pq.read_table(file)["probability"].to_numpy() for file in files]
     assert all(len(share) for share in shares)
 
