@@ -64,7 +64,7 @@ def _serve(options: Options) -> int:
     address = f"{scheme}://{rest.rpartition(':')[0]}:{service.port}"
     if options.metrics_port is not None:
         _, metrics_port = metrics.serve(options.host, options.metrics_port)
-        print(f"hetrec-ps: metrics on http://{options.host}:{metrics_port}/metrics", flush=True)
+        print(f"hetrec-ps: metrics on http://{options.host}:{metrics_port}/metrics", file=sys.stderr, flush=True)
     print(f"hetrec-ps: shard {shard.index}/{shard.count} serving on {address}", flush=True)
     stop.wait()
     streams.drain(_DRAIN_S)

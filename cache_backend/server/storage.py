@@ -127,7 +127,8 @@ def _load(shard: Shard, folder: Folder, state: dict[str, Any]) -> None:
     shard.generation = state["generation"]
     shard.sessions.load(state["sessions"], time.monotonic())
     for table in state["tables"]:
-        shard.schemas[table.pop("id")] = TableSchema(**table)
+        number = table.pop("id")
+        shard.schemas[number] = TableSchema(**table)
     shard.groups = new_groups(shard.schemas)
     if state["base"] is None:
         return

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,13 +27,13 @@ TABLE = {
 
 
 class Program:
-    """The server process; ``address`` once it serves, ``status`` if it ended instead."""
+    """The server process; without ``address`` it did not serve but ended. ``within``: a command that runs it."""
 
-    def __init__(self, *options: str, listen: str = "grpc://127.0.0.1:0", stdin_pipe: bool = True) -> None:
+    def __init__(self, *options: str, listen: str = "grpc://127.0.0.1:0", within: Sequence[str] = ()) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
-        command = [sys.executable, "-m", "cache_backend.server", "--listen", listen, *options]
+        command = [sys.executable, "-m", "cache_backend.server", "--listen", listen, "--exit-with-stdin", *options]
         self.process = subprocess.Popen(
-            command + (["--exit-with-stdin"] if stdin_pipe else []),
+            [*within, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -164,7 +163,3 @@ class Peer:
         """First weight of each row; 0 where nobody wrote it (that is where the tests' tables begin)."""
         (reply,) = self.send(self.frame(fetch=keys))
         return [0.0 if row is None else row[1][0] for row in decode_reply(reply).fetched]
-
-
-def log_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("log-*"))
