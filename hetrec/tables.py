@@ -9,11 +9,11 @@ from hetrec.data import FeatureSpec
 __all__ = ["embedding_tables"]
 
 
-def embedding_tables(spec: FeatureSpec, embedding_dim: int, row_init: float) -> list[EmbeddingBagConfig]:
+def embedding_tables(spec: FeatureSpec, width: int, row_init: float) -> list[EmbeddingBagConfig]:
     """One config for each table that a feature reads, in the order of ``spec.tables``.
 
     Args:
-        embedding_dim: width of every row, > 0.
+        width: columns of every row, > 0.
         row_init: a row starts with weights drawn uniformly from [-row_init, row_init].
 
     Returns:
@@ -24,15 +24,15 @@ def embedding_tables(spec: FeatureSpec, embedding_dim: int, row_init: float) -> 
     """
     if not spec.sparse:
         raise ValueError("the data has no sparse features: an embedding model needs at least one categorical column")
-    if embedding_dim < 1:
-        raise ValueError(f"embedding_dim is {embedding_dim}; give a width of at least 1")
+    if width < 1:
+        raise ValueError(f"rows of {width} columns; give a width of at least 1")
     if row_init < 0:
         raise ValueError(f"row_init is {row_init}; give the half-width of the uniform range, 0 or more")
     readers = {table.name: [f.name for f in spec.sparse if f.table == table.name] for table in spec.tables}
     return [
         EmbeddingBagConfig(
             name=table.name,
-            embedding_dim=embedding_dim,
+            embedding_dim=width,
             num_embeddings=table.num_embeddings or 0,
             feature_names=readers[table.name],
             pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,

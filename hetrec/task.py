@@ -48,16 +48,22 @@ class CTRTask(LightningModule):
 
     Args:
         spec: columns of the data.
-        row_width: columns of an embedding row.
+        embedding_dim: width of the embeddings, at least 1.
         row_init: rows start uniform in [-row_init, row_init].
+        extra_columns: a row has so many columns beside the embedding.
+
+    Raises:
+        ValueError: a width or a range that is not positive.
     """
 
-    def __init__(self, spec: FeatureSpec, row_width: int, row_init: float) -> None:
+    def __init__(self, spec: FeatureSpec, embedding_dim: int, row_init: float, extra_columns: int = 0) -> None:
         super().__init__()
+        if embedding_dim < 1:
+            raise ValueError(f"embedding_dim is {embedding_dim}; give a width of at least 1")
         self.spec = spec
-        self.row_width = row_width
+        self.row_width = embedding_dim + extra_columns
         self.embeddings = HetEmbeddingBagCollection(
-            embedding_tables(spec, row_width, row_init), is_weighted=spec.is_weighted
+            embedding_tables(spec, self.row_width, row_init), is_weighted=spec.is_weighted
         )
         self.val_metrics = EvaluationMetrics()
         self.test_metrics = EvaluationMetrics()

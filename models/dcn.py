@@ -44,7 +44,7 @@ class DCN(CTRTask):
         cross: Literal["vector", "matrix"] = "vector",
         row_init: float = 0.01,
     ) -> None:
-        super().__init__(spec, row_width=embedding_dim, row_init=row_init)
+        super().__init__(spec, embedding_dim, row_init)
         if cross not in CROSS_LAYERS:
             raise ValueError(f"cross is {cross!r}; choose one of: {', '.join(CROSS_LAYERS)}")
         sizes = [len(spec.sparse) * embedding_dim + len(spec.dense), *mlp_sizes]

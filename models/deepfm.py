@@ -46,7 +46,7 @@ class DeepFM(CTRTask):
         mlp_sizes: tuple[int, ...] = (256, 256, 256),
         row_init: float = 0.01,
     ) -> None:
-        super().__init__(spec, row_width=embedding_dim + 1, row_init=row_init)
+        super().__init__(spec, embedding_dim, row_init, extra_columns=1)
         num_dense = len(spec.dense)
         self.dense_linear = nn.Linear(num_dense, 1, bias=False) if num_dense else None
         self.bias = nn.Parameter(torch.zeros(1))

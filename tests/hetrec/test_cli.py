@@ -115,6 +115,9 @@ def assert_same_training(one: Path, other: Path) -> None:
             ["cache.rows=5", "cache.fraction=0.5"],
             "cache.rows (5) and cache.fraction (0.5) exclude each other; give one",
         ),
+        (["store=remote"], "store.addresses is empty; give one address per shard: store.addresses=[grpc://host:7070]"),
+        (["store=remote", "store.addresses=[ps0:7070]"], "store.addresses: 'ps0:7070' is not grpc://HOST:PORT"),
+        (["model.embedding_dim=0"], "embedding_dim is 0; give a width of at least 1"),
         (["data.batch_size=0"], "data.batch_size=0; expected 1 or more"),
         (["ckpt_path=none.ckpt"], "no checkpoint file at 'none.ckpt'"),
     ],
@@ -152,6 +155,13 @@ def test_a_mistake_that_shows_during_the_run_is_one_line(capfd: pytest.CaptureFi
     error = capfd.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
     assert "nowhere" in error
+
+
+def test_servers_that_are_not_there_are_one_line(rows: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+    remote = ("store=remote", "store.addresses=[grpc://127.0.0.1:9]", "store.retry_s=0.2")
+    assert main(CONFIGS, ["model=deepfm", *rows, *QUIET, *remote]) == 1
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: shard 0 at grpc://127.0.0.1:9 did not answer for 0.2 s: ")
 
 
 def test_a_checkpoint_without_its_embeddings_is_one_line(

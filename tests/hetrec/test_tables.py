@@ -16,7 +16,7 @@ def test_tables_follow_the_spec() -> None:
         tables=(TableSpec("tag", pooling="mean"), TableSpec("unread", 7), TableSpec("city", num_embeddings=100)),
         label="y",
     )
-    tag, city = embedding_tables(spec, embedding_dim=8, row_init=0.5)
+    tag, city = embedding_tables(spec, width=8, row_init=0.5)
     assert (tag.name, tag.num_embeddings, tag.pooling, tag.feature_names) == ("tag", 0, PoolingType.MEAN, ["tags"])
     assert (city.name, city.num_embeddings, city.pooling) == ("city", 100, PoolingType.SUM)
     assert city.feature_names == ["home", "work"]
@@ -26,7 +26,7 @@ def test_tables_follow_the_spec() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "row_init", "message"), [(0, 0.1, "embedding_dim is 0"), (4, -0.1, "row_init is -0.1")]
+    ("dim", "row_init", "message"), [(0, 0.1, "rows of 0 columns"), (4, -0.1, "row_init is -0.1")]
 )
 def test_impossible_widths_and_ranges_are_refused(dim: int, row_init: float, message: str) -> None:
     spec = FeatureSpec((), (SparseFeature("a", "a"),), (TableSpec("a"),), "y")
