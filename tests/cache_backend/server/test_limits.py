@@ -11,7 +11,7 @@ import pytest
 from frames import Request, encode_request
 from running import DIM, STATE, TABLE, Peer, Program
 
-from cache_backend.flight import EXCHANGE, FRAME_SCHEMA
+from cache_backend.flight import EXCHANGE, FRAME_SCHEMA, batch_of
 
 
 def test_message_size(program: Callable[..., Program], peer) -> None:
@@ -30,6 +30,21 @@ def test_message_size(program: Callable[..., Program], peer) -> None:
     assert client.act("stats")["rows"] == 100
     with pytest.raises(pa.ArrowInvalid, match="the limit is 4096"):
         client.open(TABLE | {"name": "x" * 5000})
+
+
+def test_a_message_that_only_grows_when_unpacked(program: Callable[..., Program], peer) -> None:
+    """64 MB of zeros take a few KB on the wire."""
+    server = program("--max-message-bytes", "4096")
+    client = peer(server.address)
+    writer, reader = client.client.do_exchange(EXCHANGE, client.options)
+    writer.begin(FRAME_SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd"))
+    writer.write_batch(batch_of(np.zeros(64 << 20, np.uint8)))
+    writer.done_writing()
+    with pytest.raises(pa.ArrowInvalid, match="a message of 67108864 bytes"):
+        reader.read_chunk()
+    with pytest.raises(pa.ArrowInvalid):
+        writer.close()
+    assert client.act("health") == {"status": "serving"}
 
 
 def test_rows_a_request(program: Callable[..., Program], peer) -> None:
@@ -74,8 +89,6 @@ class Idle:
 
 
 def batch(client: Peer, key: int) -> pa.RecordBatch:
-    from cache_backend.flight import batch_of
-
     return batch_of(client.frame(fetch=[key]))
 
 
