@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed
@@ -33,6 +34,7 @@ _FLUSH_S = 10.0  # for a rank that was interrupted to push what its cache holds 
 _END_S = 30.0  # for the other ranks to end after the first one has
 
 _started: RankLauncher | None = None
+_interrupted = False
 
 
 class RankLauncher(_SubprocessScriptLauncher):
@@ -75,12 +77,11 @@ class RankLauncher(_SubprocessScriptLauncher):
         self._wait(_END_S)
 
     def _interrupt(self) -> None:
-        # A rank that waits for this one in a collective operation hears of Ctrl-C when that fails. In a thread: where
-        # this rank's own half of an operation is under way, it waits for the others.
+        super().kill(signal.SIGINT)  # the terminal's goes to every rank, a signal to this process does not
+        # A rank that waits for this one in a collective operation hears of it when that fails. In a thread: where this
+        # rank's own half of an operation is under way, it waits for the others.
         threading.Thread(target=_leave_process_group, daemon=True).start()
-        if not self._wait(_SETTLE_S):
-            super().kill(signal.SIGINT)  # the signal was not the terminal's, which goes to every rank
-            self._wait(_FLUSH_S)
+        self._wait(_FLUSH_S)
         self.end()
 
     def failure(self) -> str | None:
@@ -129,8 +130,9 @@ def started_by_first_rank() -> bool:
 
 
 def join_first_rank() -> None:
-    """In a rank that the first one started: end when that one does, also where it was killed."""
+    """In a rank that the first one started: end when that one does, also where it was killed; hear Ctrl-C once."""
     if started_by_first_rank():
+        signal.signal(signal.SIGINT, _interrupt_once)
         threading.Thread(target=_end_with_first_rank, name="hetrec-first-rank", daemon=True).start()
 
 
@@ -185,6 +187,15 @@ def _end_with_first_rank() -> None:
     while _first_rank_lives():
         time.sleep(_LOOK_S)
     os._exit(1)
+
+
+def _interrupt_once(signum: int, frame: FrameType | None) -> None:
+    # The terminal and the first rank both tell; the second time must not disturb what the first one has set off. A
+    # flag, since Lightning puts this handler back when it has shut the run down.
+    global _interrupted
+    if not _interrupted:
+        _interrupted = True
+        raise KeyboardInterrupt
 
 
 def _leave_process_group() -> None:

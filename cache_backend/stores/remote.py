@@ -61,7 +61,7 @@ class RemoteStore:
         max_message_bytes: larger exchanges are split.
 
     Raises:
-        ValueError: no address or one that is none, an unknown codec, or half of a certificate.
+        ValueError: no address or one that is none, an unknown codec, a file that is absent, or half of a certificate.
     """
 
     exclusive = False
@@ -88,6 +88,10 @@ class RemoteStore:
         for what, codec in (("push_codec", push_codec), ("fetch_codec", fetch_codec)):
             if codec not in CODECS:
                 raise ValueError(f"unknown store.{what} {codec!r}; available: {', '.join(CODECS)}")
+        files = {"token_file": token_file, "tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key}
+        for what, file in files.items():
+            if file is not None and not Path(file).is_file():
+                raise ValueError(f"store.{what}: there is no file {file!r}")
         if (tls_cert is None) != (tls_key is None):
             raise ValueError("store.tls_cert and store.tls_key belong together; give both or none")
         if max_message_bytes < 1 << 12:
@@ -343,8 +347,9 @@ def _pauses() -> Iterator[float]:
 
 
 def _first_line(error: Exception) -> str:
-    # gRPC appends its own context after the server's words.
-    return str(error).strip().splitlines()[0].split(". gRPC client debug context")[0]
+    # Flight and gRPC put words of their own around the server's.
+    line = str(error).strip().splitlines()[0].split(". gRPC client debug context")[0]
+    return line.split(" error, with message: ")[-1].split(". Detail: ")[0]
 
 
 def _round_trip(client: fl.FlightClient, options: fl.FlightCallOptions, frame: np.ndarray) -> np.ndarray:
