@@ -25,7 +25,7 @@ from cache_backend.server.storage import ExitSnapshot, LogStorage
 __all__ = ["main"]
 
 _DRAIN_S = 10.0
-_CLOSE_S = 2.0
+_CLOSE_S = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -98,6 +98,7 @@ class Service(fl.FlightServerBase):
             arguments = json.loads(body.to_pybytes() or b"{}")
             if not isinstance(arguments, dict):
                 raise ValueError(f"the body of an action is a JSON object, got {type(arguments).__name__}")
+            self._shard.check_generation(arguments.pop("generation", 0))
             if action.type == "health":
                 result = self._health()
             else:

@@ -141,11 +141,7 @@ class Shard:
             WrongGeneration: the client relies on a state that this shard does not have.
         """
         head = parse_request(frame, self._max_rows)
-        if head["generation"] not in (0, self.generation):
-            raise WrongGeneration(
-                f"shard {self.index} has generation {self.generation:#x}, the client knows {head['generation']:#x}: "
-                f"the server was restarted without its rows. Restore the last snapshot and resume from its checkpoint"
-            )
+        self.check_generation(head["generation"])
         table = self._group(head["dim"], head["state_dim"])
         self._check_reply_size(frame, head)
         check_tables(table, frame)
@@ -157,6 +153,17 @@ class Shard:
         if change is not None and self.journal is not None:
             self.journal.wait(change)
         return Exchanged(reply, head["pushes"], head["checks"], head["fetches"], duplicate)
+
+    def check_generation(self, known: int) -> None:
+        """
+        Raises:
+            WrongGeneration: ``known`` is neither this shard's generation nor 0.
+        """
+        if known not in (0, self.generation):
+            raise WrongGeneration(
+                f"shard {self.index} has generation {self.generation:#x}, the client knows {known:#x}: the server was "
+                f"restarted without its rows. Restore the last snapshot and resume from its checkpoint"
+            )
 
     def _push(self, frame: np.ndarray, head: dict[str, int]) -> tuple[bool, int | None]:
         sequence = head["sequence"]

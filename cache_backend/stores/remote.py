@@ -284,6 +284,8 @@ class _Shard:
         """Call an action. ``patient``: it may take as long as it needs (snapshots)."""
         with self._lock:
             self._connected()
+            # Servers refuse it when they have lost their rows: a snapshot of none must not pass for one.
+            body = body | {"generation": self._generation}
             return self._patiently(lambda client, options: _action(client, options, name, body), patient)
 
     def close(self) -> None:

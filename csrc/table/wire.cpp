@@ -146,6 +146,11 @@ void check_tables(const Buffer<int32_t>& tables) {
   }
 }
 
+// A row keeps 48 bits of its clock; larger ones would also overflow where clocks are compared.
+void check_clock(int64_t clock) {
+  if (clock < 0 || clock >= int64_t{1} << 48) throw WireError("clock " + std::to_string(clock) + " is outside 48 bits");
+}
+
 struct Query {
   Buffer<int32_t> check_tables;
   Buffer<int64_t> check_keys, check_clocks;
@@ -161,6 +166,7 @@ Query read_query(const RequestHeader& header, const uint8_t* frame) {
   query.check_clocks = reader.block<int64_t>(header.n_check);
   query.fetch_tables = reader.block<int32_t>(header.n_fetch);
   query.fetch_keys = reader.block<int64_t>(header.n_fetch);
+  for (const int64_t clock : query.check_clocks) check_clock(clock);
   reader.expect_end();
   return query;
 }
@@ -180,6 +186,7 @@ DecodedPush read_push(const RequestHeader& header, const uint8_t* frame) {
   push.clocks = reader.block<int64_t>(header.n_push);
   push.starts = reader.block<int64_t>(header.n_push);  // as updates since the start: clock - start
   for (size_t i = 0; i < push.starts.size(); ++i) {
+    check_clock(push.clocks[i]);
     if (push.starts[i] < 0 || push.clocks[i] < push.starts[i]) throw WireError("a push's clock runs backwards");
     push.starts[i] = push.clocks[i] - push.starts[i];
   }

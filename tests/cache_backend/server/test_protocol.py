@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -217,3 +218,14 @@ def test_another_version_is_refused_by_name(version: int) -> None:
     frame = np.frombuffer(encode_request(MEANING, version=version), np.uint8)
     with pytest.raises(_table.WireError, match=f"protocol version {version}, this side speaks 1"):
         _table.parse_request(frame, 100)
+
+
+@pytest.mark.parametrize("clock", [-1, 2**48, 2**63 - 1])
+def test_clocks_beyond_48_bits_are_refused(clock: int) -> None:
+    for request in (
+        replace(MEANING, checks=[(0, 40, clock)]),
+        replace(MEANING, pushes=[(0, 1, clock, 0), (0, 2, 5, 1)]),
+    ):
+        frame = np.frombuffer(encode_request(request), np.uint8)
+        with pytest.raises(_table.WireError, match="outside 48 bits"):
+            _table.parse_request(frame, 100)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from running import DIM, STATE, Peer, Program
+from running import DIM, STATE, Program
 
-from cache_backend._table import shards
 from cache_backend.store import Check, ExchangeRequest, Fetch, Push, TableSchema
 from cache_backend.stores.local import LocalStore
 from cache_backend.stores.remote import RemoteStore
@@ -83,21 +82,6 @@ def test_one_shard_to_three_to_two(cluster: Callable[[int], RemoteStore], tmp_pa
     back = LocalStore()
     back.restore(tmp_path / "three")
     assert everything(back) == expected
-
-
-def test_each_shard_takes_its_share_alone(program: Callable[..., Program], tmp_path: Path) -> None:
-    local = LocalStore()
-    fill(local)
-    local.snapshot(tmp_path / "local")
-    for shard in range(3):
-        client = Peer(program("--shard", f"{shard}/3").address)
-        taken = client.act("restore", folder=str(tmp_path / "local"))["rows"]
-        assert taken == client.act("stats")["rows"]
-        assert 0.2 < taken / (2 * N) < 0.5
-        keys = np.arange(1000)
-        mine = keys[shards(np.zeros(1000, np.int32), keys, 3) == shard]
-        assert 200 < len(mine) < 500
-        client.close()
 
 
 def test_a_refused_snapshot_changes_nothing(cluster: Callable[[int], RemoteStore], tmp_path: Path) -> None:
