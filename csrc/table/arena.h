@@ -7,8 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <map>
 #include <new>
-#include <unordered_map>
 #include <vector>
 
 namespace hetrec {
@@ -20,12 +20,16 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
   ~Arena() { clear(); }
 
-  // `bytes` of uninitialised memory, 64-byte aligned; reused from `recycle` where the size fits exactly.
+  // `bytes` of uninitialised memory, 64-byte aligned; cut from the smallest block given to `recycle` that is large
+  // enough, so that outgrown indices serve as rows.
   void* allocate(size_t bytes) {
     bytes = (bytes + 63) / 64 * 64;
-    if (const auto it = recycled_.find(bytes); it != recycled_.end() && !it->second.empty()) {
-      void* block = it->second.back();
+    if (const auto it = recycled_.lower_bound(bytes); it != recycled_.end()) {
+      const size_t found = it->first;
+      auto* block = static_cast<std::byte*>(it->second.back());
       it->second.pop_back();
+      if (it->second.empty()) recycled_.erase(it);
+      if (found > bytes) recycled_[found - bytes].push_back(block + bytes);
       return block;
     }
     if (slabs_.empty() || used_ + bytes > slabs_.back().bytes) add_slab(bytes);
@@ -65,8 +69,8 @@ class Arena {
   }
 
   std::vector<Slab> slabs_;
-  size_t used_ = 0;  // of the last slab
-  std::unordered_map<size_t, std::vector<void*>> recycled_;
+  size_t used_ = 0;                                // of the last slab
+  std::map<size_t, std::vector<void*>> recycled_;  // by size; no list is empty
 };
 
 }  // namespace hetrec

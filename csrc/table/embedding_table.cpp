@@ -16,8 +16,10 @@ EmbeddingTable::EmbeddingTable(int64_t dim, int64_t state_dim) : dim_(dim), stat
     throw std::invalid_argument("a table needs dim >= 1 and state_dim >= 0, got dim " + std::to_string(dim) +
                                 ", state_dim " + std::to_string(state_dim));
   }
-  const int64_t bytes = static_cast<int64_t>(sizeof(RowHeader) + sizeof(float) * (dim + state_dim));
-  stride_ = (bytes + 7) / 8 * 8;
+  stride_ = static_cast<int64_t>(sizeof(RowHeader) + sizeof(float) * (dim + state_dim));
+  // Each bucket's last chunk is half empty on average, which counts when rows are long. 16 rows are a multiple of the
+  // arena's 64 bytes.
+  chunk_shift_ = stride_ > 128 ? 4 : 5;
 }
 
 void EmbeddingTable::set_init(int32_t table, const RowInit& init) {
@@ -103,8 +105,8 @@ EmbeddingTable::RowHeader* EmbeddingTable::find_or_create(uint64_t hash, int32_t
   }
   Bucket& bucket = buckets_[bucket_of(hash)];
   if (uint64_t{bucket.count} * 8 >= uint64_t{bucket.index_size} * 7) grow(bucket);
-  if (bucket.count % kChunkRows == 0) {
-    bucket.chunks.push_back(static_cast<std::byte*>(arena_.allocate(static_cast<size_t>(kChunkRows * stride_))));
+  if ((bucket.count & (chunk_rows() - 1)) == 0) {
+    bucket.chunks.push_back(static_cast<std::byte*>(arena_.allocate(static_cast<size_t>(chunk_rows() * stride_))));
   }
   const uint32_t mask = bucket.index_size - 1;
   uint32_t i = home_of(hash, bucket);
@@ -243,7 +245,7 @@ int64_t EmbeddingTable::memory_bytes() const {
   for (const Bucket& bucket : buckets_) {
     bytes += static_cast<int64_t>(bucket.index_size * sizeof(uint32_t));
     bytes += static_cast<int64_t>(bucket.chunks.capacity() * sizeof(bucket.chunks[0]));
-    bytes += static_cast<int64_t>(bucket.chunks.size()) * kChunkRows * stride_;
+    bytes += static_cast<int64_t>(bucket.chunks.size()) * chunk_rows() * stride_;
   }
   return bytes;
 }

@@ -95,10 +95,10 @@ class EmbeddingTable {
   int64_t memory_bytes() const;
 
  private:
-  static constexpr int64_t kChunkRows = 32;
   static constexpr uint32_t kRowBits = 24;  // index entry: tag in the high 8 bits, row number + 1 in the low 24
 
-  struct RowHeader {
+  // Aligned as the floats behind it are, so that rows lie without gaps.
+  struct [[gnu::packed, gnu::aligned(4)]] RowHeader {
     int64_t key;
     uint64_t table_and_clock;  // 16 bits of table id, 48 bits of clock
   };
@@ -116,8 +116,9 @@ class EmbeddingTable {
     h.table_and_clock = (h.table_and_clock & ~0xffffffffffffULL) | (static_cast<uint64_t>(clock) & 0xffffffffffffULL);
   }
 
+  uint32_t chunk_rows() const { return 1u << chunk_shift_; }
   RowHeader* row_at(const Bucket& bucket, uint32_t row) const {
-    return reinterpret_cast<RowHeader*>(bucket.chunks[row / kChunkRows] + (row % kChunkRows) * stride_);
+    return reinterpret_cast<RowHeader*>(bucket.chunks[row >> chunk_shift_] + (row & (chunk_rows() - 1)) * stride_);
   }
   static float* values_of(RowHeader* header) { return reinterpret_cast<float*>(header + 1); }
 
@@ -138,7 +139,8 @@ class EmbeddingTable {
 
   int64_t dim_;
   int64_t state_dim_;
-  int64_t stride_;  // bytes a row
+  int64_t stride_;        // bytes a row
+  uint32_t chunk_shift_;  // log2 of rows a chunk
   Arena arena_;
   std::vector<Bucket> buckets_;
   std::vector<RowInit> init_;
