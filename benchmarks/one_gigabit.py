@@ -59,7 +59,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "TorchRec, its planner": {"plan": "planner"},
     "TorchRec, table-wise": {"plan": "table_wise"},
 }
-FULL = {"batch": 2048, "cache_rows": 100_000, "largest_table": 130_000, "warm_up": 60, "rounds": 7, "steps": 10}
+FULL = {"batch": 2048, "cache_rows": 100_000, "largest_table": 130_000, "warm_up": 40, "rounds": 7, "steps": 10}
 QUICK = {"batch": 64, "cache_rows": 640, "largest_table": 200, "warm_up": 2, "rounds": 2, "steps": 2}
 SKIPPED = 2  # steps at the beginning of a turn, not counted: the exchange of the first had all the time it wanted
 SKEW = 1.07  # 13,500 distinct keys a batch; Kaggle's first rows have 13,400

@@ -31,6 +31,7 @@ from hetrec.data import Batch, FeatureSpec, SparseFeature, TableSpec
 from models.deepfm import DeepFM
 
 LR, EPS = 0.02, 1e-8
+LARGE = 1 << 16  # elements of a gradient that is all-reduced by itself
 
 
 @dataclass(frozen=True)
@@ -90,31 +91,54 @@ class Variant(Protocol):
 
 
 class Dense:
-    """The dense half: one all-reduce of all gradients, which may run while rows are updated and brought in."""
+    """The dense half. A large gradient is all-reduced from the moment backward has made it, the small ones together
+    after backward; both run on while rows are updated and brought in, and are waited for before the next forward."""
 
     def __init__(self, model: nn.Module, alone: bool) -> None:
         parameters = list(model.parameters())
-        self._flat = torch.zeros(sum(p.numel() for p in parameters))
-        for parameter, part in zip(parameters, self._flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad = part.view_as(parameter)
         self._optimizer = torch.optim.Adagrad(parameters, lr=LR)
         self._world = 1 if alone else dist.get_world_size()
+        small = [p for p in parameters if p.numel() < LARGE]
+        large = [p for p in parameters if p.numel() >= LARGE]
+        sizes = [p.numel() for p in small]
+        flat = torch.zeros(sum(sizes))
+        for parameter, part in zip(small, flat.split(sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
+        self._small = flat
+        self._gradients = [flat]
+        for parameter in large:
+            parameter.grad = torch.zeros_like(parameter)
+            self._gradients.append(parameter.grad)
+            if self._world > 1:
+                parameter.register_post_accumulate_grad_hook(self._reduce)
+        self._works: list[dist.Work] = []
         self._due = False
-        self._work: dist.Work | None = None
+
+    def _reduce(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        work = dist.all_reduce(parameter.grad, async_op=True)
+        assert work is not None
+        self._works.append(work)
 
     def launch(self) -> None:
+        """After backward."""
         if self._world > 1:
-            self._work = dist.all_reduce(self._flat, async_op=True)
+            work = dist.all_reduce(self._small, async_op=True)
+            assert work is not None
+            self._works.append(work)
         self._due = True
 
     def finish(self) -> None:
+        """Before the next forward."""
         if not self._due:
             return
-        if self._work is not None:
-            self._work.wait()
-            self._flat /= self._world
+        for work in self._works:
+            work.wait()
+        self._works = []
+        if self._world > 1:
+            torch._foreach_div_(self._gradients, self._world)
         self._optimizer.step()
-        self._flat.zero_()
+        torch._foreach_zero_(self._gradients)
         self._due = False
 
 
