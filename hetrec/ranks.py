@@ -7,6 +7,7 @@ the error that all of them met, and where one fails the others are killed with a
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -78,10 +80,15 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     def _interrupt(self) -> None:
         super().kill(signal.SIGINT)  # the terminal's goes to every rank, a signal to this process does not
-        # A rank that waits for this one in a collective operation hears of it when that fails. In a thread: where this
-        # rank's own half of an operation is under way, it waits for the others.
-        threading.Thread(target=_leave_process_group, daemon=True).start()
-        self._wait(_FLUSH_S)
+        if not self._wait(_SETTLE_S):
+            # A rank that waits for this one in a collective operation hears of it once the connection is closed, which
+            # takes that nothing here refers to it. In a thread: where this rank's own half of an operation is under
+            # way, it waits for the others.
+            _, _, interrupted = sys.exc_info()
+            traceback.clear_frames(interrupted)
+            gc.collect()
+            threading.Thread(target=_leave_process_group, daemon=True).start()
+            self._wait(_FLUSH_S)
         self.end()
 
     def failure(self) -> str | None:

@@ -25,9 +25,7 @@ def test_tables_follow_the_spec() -> None:
         assert (table.get_weight_init_min(), table.get_weight_init_max()) == (-0.5, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("dim", "row_init", "message"), [(0, 0.1, "rows of 0 columns"), (4, -0.1, "row_init is -0.1")]
-)
+@pytest.mark.parametrize(("dim", "row_init", "message"), [(0, 0.1, "rows of 0 columns"), (4, -0.1, "row_init is -0.1")])
 def test_impossible_widths_and_ranges_are_refused(dim: int, row_init: float, message: str) -> None:
     spec = FeatureSpec((), (SparseFeature("a", "a"),), (TableSpec("a"),), "y")
     with pytest.raises(ValueError, match=message):
