@@ -351,7 +351,7 @@ def _pauses() -> Iterator[float]:
 def _first_line(error: Exception) -> str:
     # Flight and gRPC put words of their own around the server's.
     line = str(error).strip().splitlines()[0].split(". gRPC client debug context")[0]
-    return line.split(" error, with message: ")[-1].split(". Detail: ")[0]
+    return line.split(" error, with message: ")[-1].split(" Detail: ")[0].rstrip(". ")
 
 
 def _round_trip(client: fl.FlightClient, options: fl.FlightCallOptions, frame: np.ndarray) -> np.ndarray:

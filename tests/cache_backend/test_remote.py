@@ -306,7 +306,7 @@ def test_settings_are_checked() -> None:
     for bad, message in (
         ({"addresses": []}, "store.addresses is empty"),
         ({"addresses": ["grpc://x"], "push_codec": "fp8"}, "unknown store.push_codec 'fp8'; available: fp32, fp16"),
-        ({"addresses": ["grpc://x"], "tls_cert": "a.pem"}, "belong together"),
+        ({"addresses": ["grpc://x"], "tls_cert": __file__}, "belong together"),
         ({"addresses": ["grpc://x"], "max_message_bytes": 1}, "at least 4096"),
     ):
         with pytest.raises(ValueError, match=message):
