@@ -177,7 +177,7 @@ def main(configs: Path, argv: Sequence[str] | None = None) -> int:
         configs: folder of ``default.yaml`` and the configuration groups.
         argv: words of the command line without the program's name (default: those of this process).
     """
-    quiet(started_by_first_rank())
+    quiet(another_speaks=os.environ.get("LOCAL_RANK", "0") != "0")
     join_first_rank()
     try:
         args = expand(sys.argv[1:] if argv is None else argv, configs)

@@ -117,6 +117,10 @@ def assert_same_training(one: Path, other: Path) -> None:
         ),
         (["store=remote"], "store.addresses is empty; give one address per shard: store.addresses=[grpc://host:7070]"),
         (["store=remote", "store.addresses=[ps0:7070]"], "store.addresses: 'ps0:7070' is not grpc://HOST:PORT"),
+        (
+            ["store=remote", "store.addresses=[grpc://ps0:7070]", "store.token_file=none"],
+            "store.token_file: there is no file 'none'",
+        ),
         (["model.embedding_dim=0"], "embedding_dim is 0; give a width of at least 1"),
         (["data.batch_size=0"], "data.batch_size=0; expected 1 or more"),
         (["ckpt_path=none.ckpt"], "no checkpoint file at 'none.ckpt'"),
