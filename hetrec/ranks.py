@@ -193,6 +193,8 @@ def _first_rank_lives() -> bool:
 def _end_with_first_rank() -> None:
     while _first_rank_lives():
         time.sleep(_LOOK_S)
+    _, _, folder = os.environ[_FIRST_RANK].partition(":")
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
