@@ -93,6 +93,7 @@ class Cache:
         self.meta.view(torch.int32)[:, 5] = -1
         self.rows = zeros(slots, 2, self.dim + self.state_dim, dtype=torch.float32)
         self._spill_in_use = False
+        self._unanswered: tuple[Tensor, ExchangeRequest] | None = None
         schemas = self._store.schemas()
         # The seed's 64 bits, as the int64 that torch has.
         seeds = [schema.seed - (1 << 64) if schema.seed >= 1 << 63 else schema.seed for schema in schemas]
@@ -211,8 +212,7 @@ class Cache:
     def flush(self) -> None:
         """Push every pending delta and fetch those rows again: afterwards cache and store hold the same values."""
         dirty = self.meta.view(torch.int32)[:, _PENDING].nonzero().squeeze(1)
-        if dirty.numel():
-            self._push_and_fetch(dirty)
+        self._push_and_fetch(dirty)
 
     def read(self, rows: UniqueRows) -> Tensor:
         """The store's rows, float32 (U, dim + state). Neither cache nor store change."""
@@ -230,14 +230,27 @@ class Cache:
         return values_t
 
     def _push_and_fetch(self, slots: Tensor) -> None:
+        """Push the pending deltas of slots and fetch those rows again."""
+        self._finish_unanswered()
         selected, *push = ops.cache_cut(self.meta, self.rows, slots)
+        if not selected.numel():
+            return
         push_arrays = _push_arrays(push)
         request = ExchangeRequest(
             self.dim, self.state_dim, push_arrays, Check(), Fetch(push_arrays.tables, push_arrays.keys)
         )
         self._count_request(request)
+        self._unanswered = slots[selected], request
+        self._finish_unanswered()
+
+    def _finish_unanswered(self) -> None:
+        """Exchange what was cut; should that fail, the deltas, which are in no slot any more, wait for the next try."""
+        if self._unanswered is None:
+            return
+        slots, request = self._unanswered
         reply = self._store.exchange(request)
-        self._commit(slots[selected], 0, reply.rows, reply.clocks, reply.fresh)
+        self._unanswered = None
+        self._commit(slots, 0, reply.rows, reply.clocks, reply.fresh)
         self._count_reply(reply)
 
     def _commit(self, slots: Tensor, inserted: int, rows, clocks, fresh) -> None:  # type: ignore[no-untyped-def]

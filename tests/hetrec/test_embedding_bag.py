@@ -390,6 +390,22 @@ def test_a_failed_exchange_is_repeated_without_loss() -> None:
     torch.testing.assert_close(moved, expected[:, None].expand(200, 4), rtol=0, atol=1e-5)
 
 
+def test_a_failed_flush_is_repeated_without_loss() -> None:
+    store = Flaky()
+    collection = opened([table("t", ["x"])], store=store)
+    before = stored_rows(collection, collection.embedding_bag_configs()[0])
+    features = batch(["x"], [[1], [2]])
+    for _ in range(2):
+        collection(features).values().sum().backward()
+        collection.step(lr=1.0)
+        store.fail_before = True
+        with pytest.raises(ConnectionError):
+            collection.flush()
+    collection.flush()
+    moved = stored_rows(collection, collection.embedding_bag_configs()[0]) - before
+    assert moved[:, 0].tolist() == pytest.approx([0, -2, -2] + [0] * 57)
+
+
 def test_life_cycle_errors() -> None:
     collection = HetEmbeddingBagCollection([table("t", ["x"])])
     with pytest.raises(RuntimeError, match="not open"):
