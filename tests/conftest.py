@@ -74,7 +74,7 @@ class OwnTables(RemoteStore):
 
 @pytest.fixture(params=["local", "one-shard", "three-shards"])
 def make_store(request: pytest.FixtureRequest, shard_addresses: Callable) -> Callable[..., EmbeddingStore]:
-    """Every kind of store behind the same tests. ``exclusive`` is about the local one, ``options`` are the remote ones'."""
+    """Every kind of store behind the same tests. ``exclusive`` is for the local one, ``options`` for remote ones."""
 
     def make(clock: str = "lamport", exclusive: bool = True, **options: object) -> EmbeddingStore:
         if request.param == "local":
