@@ -92,9 +92,10 @@ class Variant(Protocol):
 
 class Dense:
     """The dense half. A large gradient is all-reduced from the moment backward has made it, the small ones together
-    after backward; both run on while rows are updated and brought in, and are waited for before the next forward."""
+    after backward; both run on while rows are updated and brought in, and are waited for before the next forward.
+    ``half``: large gradients travel as bf16."""
 
-    def __init__(self, model: nn.Module, alone: bool) -> None:
+    def __init__(self, model: nn.Module, alone: bool, half: bool) -> None:
         parameters = list(model.parameters())
         self._optimizer = torch.optim.Adagrad(parameters, lr=LR)
         self._world = 1 if alone else dist.get_world_size()
@@ -111,12 +112,18 @@ class Dense:
             self._gradients.append(parameter.grad)
             if self._world > 1:
                 parameter.register_post_accumulate_grad_hook(self._reduce)
+        self._half = half
+        self._halves: list[tuple[Tensor, Tensor]] = []
         self._works: list[dist.Work] = []
         self._due = False
 
     def _reduce(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        work = dist.all_reduce(parameter.grad, async_op=True)
+        gradient = parameter.grad
+        assert gradient is not None
+        if self._half:
+            self._halves.append((gradient, gradient.bfloat16()))
+            gradient = self._halves[-1][1]
+        work = dist.all_reduce(gradient, async_op=True)
         assert work is not None
         self._works.append(work)
 
@@ -135,6 +142,9 @@ class Dense:
         for work in self._works:
             work.wait()
         self._works = []
+        for gradient, half in self._halves:
+            gradient.copy_(half)
+        self._halves = []
         if self._world > 1:
             torch._foreach_div_(self._gradients, self._world)
         self._optimizer.step()
@@ -167,7 +177,7 @@ class Het:
             self._ddp = DistributedDataParallel(self._model)
             self._optimizer = torch.optim.Adagrad(self._model.parameters(), lr=LR)
         else:
-            self._dense = Dense(self._model, alone)
+            self._dense = Dense(self._model, alone, setting.get("half", False))
         self.tables = [(s, i) for i, s in enumerate(store.schemas()) if s.name.startswith(f"{name}/")]
 
     def step(self, i: int) -> None:

@@ -46,12 +46,14 @@ class Stream:
         self._next = 0
 
     def turn(self, ahead: bool, count: int) -> dict[str, float]:
-        """Run ``count`` batches; figures a batch."""
-        first, self._next = self._next, self._next + count
-        batches = [self._batch(i) for i in range(first, first + count + 1)]
-        before = self._counters()
-        for i in range(count):
-            self._rows.begin(batches[i], batches[i + 1 : i + 2] if ahead and i + 1 < count else ())
+        """Run ``count`` batches after one that is not counted; figures a batch."""
+        first, self._next = self._next, self._next + count + 1
+        batches = [self._batch(i) for i in range(first, first + count + 2)]
+        for i in range(count + 1):
+            if i == 1:
+                before = self._counters()
+            # The last exchange ahead goes unused; it stands for the one that was launched before the first batch.
+            self._rows.begin(batches[i], batches[i + 1 : i + 2] if ahead else ())
             self._rows(batches[i]).values().backward(self._grad)
             self._rows.step(0.01)
         after = self._counters()
