@@ -260,7 +260,7 @@ def plot(rows: Sequence[Mapping[str, Any]], dims: Sequence[int], rate: str, file
             panel.text(row["slowest"], i, text, va="center", fontsize=8)
         panel.set_xlim(0, 1.3 * max(row["slowest"] for row in mine))
         panel.invert_yaxis()
-        panel.set_xlabel("ms a step (median of rounds; whiskers: fastest and slowest round)")
+        panel.set_xlabel("ms a step: median and range of the rounds")
         panel.set_title(f"DeepFM, rows {dim} wide, two workers over {rate}")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=130)
