@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from cache_backend import ops
 from cache_backend.cache import Cache, CachePlan
 from cache_backend.config import CacheConfig, EmbeddingOptimizer
 from cache_backend.stats import CacheStats
@@ -316,7 +317,7 @@ class HetEmbeddingBagCollection(nn.Module):
             for grad in part.grads:
                 slots.append(part.cache.slots)
                 grads.append(
-                    torch.ops.hetrec.bag_grad(
+                    ops.bag_grad(
                         grad,
                         part.cache.rows.order,
                         part.cache.rows.splits,
@@ -341,7 +342,7 @@ class HetEmbeddingBagCollection(nn.Module):
             rows, bags = group.features.rows_and_bags(features, self._is_weighted)
             every = torch.arange(rows.keys.numel())
             pooled.append(
-                torch.ops.hetrec.bag_lookup(
+                ops.bag_lookup(
                     group.cache.read(rows),
                     every,
                     rows.inverse,
