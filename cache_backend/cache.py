@@ -2,8 +2,8 @@
 
 A batch goes through four calls: ``plan`` finds or makes room for its rows, pins them and cuts the request; the store
 answers it; ``commit`` writes the answer into the slots; ``update`` (or ``release``) unpins them. Between plan and
-commit of one batch, another one may be looked up and updated: what it accumulates stays pending on top of the rows
-that come back.
+commit of one batch, others may be planned, looked up and updated: what they accumulate stays pending on top of the rows
+that come back. Batches are committed in the order in which they were planned, and so must the store answer them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Cache", "CachePlan", "UniqueRows"]
 
 WAYS = 32
 _INITIAL_SPILL = 256
-_PENDING = 4  # int32 column of `meta` (csrc/core/cache_set.h)
+_PENDING, _TABLE = 4, 5  # int32 columns of `meta` (csrc/core/cache_set.h)
 
 
 @dataclass
@@ -90,11 +90,12 @@ class Cache:
         self.tags = zeros(self.capacity, dtype=torch.uint8)
         self.priority = zeros(self.capacity, dtype=torch.int64).fill_(-1)
         self.meta = zeros(slots, 4, dtype=torch.int64)
-        self.meta.view(torch.int32)[:, 5] = -1
+        self.meta.view(torch.int32)[:, _TABLE] = -1
         self.rows = zeros(slots, 2, self.dim + self.state_dim, dtype=torch.float32)
         self._spill_in_use = False
         self._unanswered: tuple[Tensor, ExchangeRequest] | None = None
         schemas = self._store.schemas()
+        self._bounds = torch.full((len(schemas),), self.staleness)  # the bound s, by table id
         # The seed's 64 bits, as the int64 that torch has.
         seeds = [schema.seed - (1 << 64) if schema.seed >= 1 << 63 else schema.seed for schema in schemas]
         self._init_seeds = torch.tensor(seeds, dtype=torch.int64)
@@ -114,7 +115,7 @@ class Cache:
             rows.tables,
             self._policy,
             self._tick,
-            self.staleness,
+            self._bounds,
             self._spill_in_use,
             not self._store.exclusive,
         )
@@ -150,12 +151,15 @@ class Cache:
             self._commit(plan.slots[stale], 0, reply.stale_rows, reply.stale_clocks, never_fresh)
             self.stats.stale += len(stale)
             self.stats.hits -= len(stale)
+        ops.cache_answered(self.meta, plan.slots, torch.cat([plan.fetch, plan.checks]))
         self._count_reply(reply)
 
     def settle(self, plan: CachePlan) -> None:
         """Refresh, now that the batches before have made their updates, the rows that these updates made invalid."""
         if plan.late.numel():
             self._push_and_fetch(plan.slots[plan.late])
+            ops.cache_answered(self.meta, plan.slots, plan.late)
+            plan.late = plan.late[:0]
 
     def lookup(
         self,
@@ -230,17 +234,15 @@ class Cache:
         return values_t
 
     def _push_and_fetch(self, slots: Tensor) -> None:
-        """Push the pending deltas of slots and fetch those rows again."""
+        """Push what is pending in slots, which no request under way may ask about, and fetch their rows again."""
         self._finish_unanswered()
-        selected, *push = ops.cache_cut(self.meta, self.rows, slots)
-        if not selected.numel():
+        if not slots.numel():
             return
-        push_arrays = _push_arrays(push)
-        request = ExchangeRequest(
-            self.dim, self.state_dim, push_arrays, Check(), Fetch(push_arrays.tables, push_arrays.keys)
-        )
+        _, *push = ops.cache_cut(self.meta, self.rows, slots)
+        fetch = Fetch(self.meta.view(torch.int32)[slots, _TABLE].numpy(), self.meta[slots, 0].numpy())
+        request = ExchangeRequest(self.dim, self.state_dim, _push_arrays(push), Check(), fetch)
         self._count_request(request)
-        self._unanswered = slots[selected], request
+        self._unanswered = slots, request
         self._finish_unanswered()
 
     def _finish_unanswered(self) -> None:
@@ -274,7 +276,7 @@ class Cache:
             return
         more = max(left, self.meta.size(0) - self.capacity)
         meta = torch.zeros(more, 4, dtype=torch.int64)
-        meta.view(torch.int32)[:, 5] = -1
+        meta.view(torch.int32)[:, _TABLE] = -1
         self.meta = torch.cat([self.meta, meta])
         self.rows = torch.cat([self.rows, torch.zeros(more, 2, self.dim + self.state_dim)])
         left = int(ops.cache_spill(self.meta, slots, rows.keys, rows.tables, self.capacity))

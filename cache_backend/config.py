@@ -23,12 +23,15 @@ class CacheConfig:
         staleness: the bound s. A cached row may miss up to s updates of others, and hold back up to s of its own.
         policy: which row leaves when a set is full. ``lru``: the one whose last use is longest ago. ``lfu``: the one
             that the fewest batches used since it came.
+        prefetch_depth: batches whose exchange with the store is under way while the current one computes, as far as
+            the loader looks ahead. 0: every exchange is waited for.
     """
 
     rows: int | None = None
     fraction: float | None = None
     staleness: int = 100
     policy: Literal["lru", "lfu"] = "lru"
+    prefetch_depth: int = 1
 
     def __post_init__(self) -> None:
         if self.rows is not None and self.fraction is not None:
@@ -41,6 +44,8 @@ class CacheConfig:
             raise ValueError(f"cache.fraction must be in (0, 1], got {self.fraction}")
         if self.staleness < 0:
             raise ValueError(f"cache.staleness must be 0 or more updates, got {self.staleness}")
+        if self.prefetch_depth < 0:
+            raise ValueError(f"cache.prefetch_depth must be 0 or more batches, got {self.prefetch_depth}")
         if self.policy not in POLICIES:
             raise ValueError(f"unknown cache.policy {self.policy!r}; available: {', '.join(POLICIES)}")
 

@@ -13,6 +13,7 @@ __all__ = [
     "bag_grad",
     "bag_lookup",
     "bag_update",
+    "cache_answered",
     "cache_commit",
     "cache_cut",
     "cache_plan",
@@ -31,6 +32,7 @@ unique_rows = torch.ops.hetrec.unique_rows.default
 cache_plan = torch.ops.hetrec.cache_plan.default
 cache_spill = torch.ops.hetrec.cache_spill.default
 cache_cut = torch.ops.hetrec.cache_cut.default
+cache_answered = torch.ops.hetrec.cache_answered.default
 cache_commit = torch.ops.hetrec.cache_commit.default
 cache_release = torch.ops.hetrec.cache_release.default
 init_rows = torch.ops.hetrec.init_rows.default
@@ -85,7 +87,7 @@ def _(
     tables: Tensor,
     policy: int,
     tick: int,
-    staleness: int,
+    staleness: Tensor,
     spill_in_use: bool,
     want_checks: bool,
 ) -> tuple[Tensor, ...]:
@@ -110,6 +112,11 @@ def _(meta: Tensor, slots: Tensor, keys: Tensor, tables: Tensor, capacity: int) 
 def _(meta: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
     push = _push(slots, rows)
     return (_i32(slots, push[0].size(0)), *push)
+
+
+@torch.library.register_fake("hetrec::cache_answered")
+def _(meta: Tensor, slots: Tensor, which: Tensor) -> None:
+    return None
 
 
 @torch.library.register_fake("hetrec::cache_commit")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +20,7 @@ from cache_backend import ops
 from cache_backend.cache import Cache, CachePlan
 from cache_backend.config import CacheConfig, EmbeddingOptimizer
 from cache_backend.stats import CacheStats
-from cache_backend.store import EmbeddingStore, ExchangeReply, TableSchema
+from cache_backend.store import EmbeddingStore, ExchangeReply, ExchangeRequest, StoreError, TableSchema
 from hetrec.features import Bags, FeatureGroup, check_features
 
 __all__ = ["HetEmbeddingBagCollection"]
@@ -98,7 +100,7 @@ class HetEmbeddingBagCollection(nn.Module):
 
     def _forget_batches(self) -> None:
         self._begun: list[_BatchPlan] = []  # since the last step; the last one is the current batch
-        self._ahead: _BatchPlan | None = None
+        self._ahead: deque[_BatchPlan] = deque()  # planned, not yet begun, in the order in which they will be
 
     def __getstate__(self) -> dict[str, Any]:
         if self.is_open:
@@ -159,29 +161,34 @@ class HetEmbeddingBagCollection(nn.Module):
             )
         self._store = store
         self._scale = 1.0 / world_size
+        self._prefetch_depth = cache.prefetch_depth
         self._wait_s = 0.0
+        # One thread: the store answers exchanges in the order of their plans, on which later plans rely.
         self._exchanges = ThreadPoolExecutor(1, thread_name_prefix="hetrec-exchange")
+        self._broken = threading.Event()
 
     def begin(self, features: KeyedJaggedTensor, upcoming: Sequence[KeyedJaggedTensor] = ()) -> None:
-        """Start a training step: bring this batch's rows in, then plan the next batch and launch its exchange.
+        """Start a training step: bring this batch's rows in, then plan the next batches and launch their exchanges.
 
         Args:
             features: the batch.
-            upcoming: batches known to come, nearest first. The object that stands here must be the one a later
-                ``begin`` gets: identity ties a prefetched plan to its batch.
+            upcoming: batches known to come, nearest first; the first ``cache.prefetch_depth`` of them are planned. The
+                object that stands here must be the one a later ``begin`` gets: identity ties a prefetched plan to its
+                batch.
         """
         self._expect_open()
-        self._drain(keep=features)
-        if self._ahead is not None:
-            plan, self._ahead = self._ahead, None
-        else:
-            plan = self._plan(features)
+        self._give_back_ahead(until=features)
+        if not self._ahead:
+            self._ahead.append(self._plan(features))
+        plan = self._ahead[0]
         self._commit(plan)
-        for group, part in zip(self._groups, plan.groups, strict=True):
-            group.cache.settle(part.cache)
-        self._begun.append(plan)
-        if upcoming:
-            self._ahead = self._plan(upcoming[0])
+        self._settle(plan)
+        self._begun.append(self._ahead.popleft())
+        for i, coming in enumerate(upcoming[: self._prefetch_depth]):
+            if i == len(self._ahead):
+                self._ahead.append(self._plan(coming))
+            elif self._ahead[i].features is not coming:
+                break
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled rows; keys are the features' names in the order of the tables that hold them (``feature@table``
@@ -226,8 +233,8 @@ class HetEmbeddingBagCollection(nn.Module):
     def flush(self) -> None:
         """Push every pending delta. Afterwards the store holds what the cache holds."""
         self._expect_open()
-        if self._ahead is not None:
-            self._commit(self._ahead)
+        for plan in self._ahead:
+            self._commit(plan)
         for group in self._groups:
             group.cache.flush()
         assert self._store is not None
@@ -236,8 +243,8 @@ class HetEmbeddingBagCollection(nn.Module):
     def reset(self) -> None:
         """Forget all cached rows, pending deltas included: the store was restored."""
         self._expect_open()
-        if self._ahead is not None and self._ahead.replies is not None and not self._ahead.failed:
-            self._ahead.replies.result()
+        self._wait_for_exchanges()
+        self._broken.clear()
         self._forget_batches()
         for group in self._groups:
             group.cache.reset()
@@ -274,37 +281,61 @@ class HetEmbeddingBagCollection(nn.Module):
         return _BatchPlan(features, groups, self._launch(groups))
 
     def _launch(self, groups: list[_GroupPlan]) -> Future[list[ExchangeReply]]:
-        store = self._store
-        assert store is not None
         requests = [group.cache.request for group in groups]
-        return self._exchanges.submit(lambda: [store.exchange(request) for request in requests])
+        return self._exchanges.submit(self._exchange, requests)
+
+    def _exchange(self, requests: list[ExchangeRequest]) -> list[ExchangeReply]:
+        assert self._store is not None
+        # A request relies on the pushes of those before it: none may overtake one that failed.
+        if self._broken.is_set():
+            raise StoreError("an exchange before this one failed")
+        try:
+            return [self._store.exchange(request) for request in requests]
+        except BaseException:
+            self._broken.set()
+            raise
+
+    def _relaunch(self) -> None:
+        """Send again what failed, in order."""
+        self._wait_for_exchanges()
+        self._broken.clear()
+        for plan in self._ahead:
+            if plan.replies is not None:
+                plan.replies, plan.failed = self._launch(plan.groups), False
+
+    def _wait_for_exchanges(self) -> None:
+        wait([plan.replies for plan in self._ahead if plan.replies is not None])
 
     def _commit(self, plan: _BatchPlan) -> None:
         if plan.replies is None:
             return
         if plan.failed:
-            plan.replies, plan.failed = self._launch(plan.groups), False
+            self._relaunch()
         start = time.perf_counter()
         try:
             replies = plan.replies.result()
         except BaseException:
             # What the request carries is in no cache any more, so it must not be lost: whoever goes on sends it again.
             plan.failed = plan.replies.done() and plan.replies.exception() is not None  # Ctrl-C ends the wait only
-            self._ahead = plan
             raise
         self._wait_s += time.perf_counter() - start
         plan.replies = None
         for group, part, reply in zip(self._groups, plan.groups, replies, strict=True):
             group.cache.commit(part.cache, reply)
 
-    def _drain(self, keep: KeyedJaggedTensor) -> None:
-        """A prefetched batch that is not the one to come after all gives its rows back."""
-        if self._ahead is None or self._ahead.features is keep:
-            return
-        plan = self._ahead
-        self._commit(plan)
-        self._ahead = None
-        self._release(plan)
+    def _settle(self, plan: _BatchPlan) -> None:
+        start = time.perf_counter()
+        for group, part in zip(self._groups, plan.groups, strict=True):
+            group.cache.settle(part.cache)
+        self._wait_s += time.perf_counter() - start
+
+    def _give_back_ahead(self, until: KeyedJaggedTensor) -> None:
+        """Prefetched batches that do not come after all give their rows back."""
+        while self._ahead and self._ahead[0].features is not until:
+            plan = self._ahead[0]
+            self._commit(plan)
+            self._settle(plan)
+            self._release(self._ahead.popleft())
 
     def _release(self, plan: _BatchPlan) -> None:
         for group, part in zip(self._groups, plan.groups, strict=True):

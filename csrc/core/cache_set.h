@@ -34,14 +34,18 @@ HETREC_HD int64_t used_priority(Policy policy, int64_t before, int64_t tick) {
   return (uses < kMostUses ? uses + 1 : kMostUses) << 32 | (tick & 0xffffffff);
 }
 
-// What a slot holds, 32 bytes. `pending` counts the updates not yet pushed, `pins` the batches in flight.
+// What a slot holds, 32 bytes. `pending` counts the updates not yet pushed, `pins` the batches in flight, `answers_due`
+// those of them whose request asks about the row (a check, a fetch, or one still to be made) and is not answered yet.
+//
+// While an answer is due nobody else asks about the row: a second request could push what the first answer, computed
+// before it, does not contain, and committing that answer would take the rank's own updates away for a while.
 struct SlotMeta {
   int64_t key;
   int64_t start_clock;
   int32_t pending;
   int32_t table;  // -1: the slot is empty
   int32_t pins;
-  int32_t reserved;
+  int32_t answers_due;
 };
 static_assert(sizeof(SlotMeta) == 32);
 

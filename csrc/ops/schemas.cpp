@@ -16,11 +16,11 @@ STABLE_TORCH_LIBRARY(hetrec, m) {
       "(Tensor keys, Tensor tables, Tensor inverse, Tensor order, Tensor splits)");
   // Finds or makes room for every row, pins it, and cuts what must be pushed. slots (U), -1 where no room was found.
   // fetch: rows (indices into U) to fetch, counts[0] inserted ones first, then refreshed ones. late: rows that become
-  // invalid by updates still to come. checks: hits whose clock the server should look at (check_clocks).
-  // counts: inserted, evicted, unplaced, spill rows in use.
+  // invalid by updates still to come. checks: hits whose clock the server should look at (check_clocks). staleness
+  // int64 (T): the bound s, by table id. counts: inserted, evicted, unplaced, spill rows in use.
   m.def(
       "cache_plan(Tensor(a!) tags, Tensor(b!) priority, Tensor(c!) meta, Tensor(d!) rows, Tensor keys, Tensor tables, "
-      "int policy, int tick, int staleness, bool spill_in_use, bool want_checks) -> "
+      "int policy, int tick, Tensor staleness, bool spill_in_use, bool want_checks) -> "
       "(Tensor slots, Tensor fetch, Tensor late, Tensor checks, Tensor check_clocks, Tensor push_keys, "
       "Tensor push_tables, Tensor push_starts, Tensor push_clocks, Tensor push_deltas, Tensor counts)");
   // Gives rows without a slot (-1) free spill rows, pinned; returns how many found none.
@@ -30,6 +30,8 @@ STABLE_TORCH_LIBRARY(hetrec, m) {
       "cache_cut(Tensor(a!) meta, Tensor(b!) rows, Tensor slots) -> "
       "(Tensor selected, Tensor push_keys, Tensor push_tables, Tensor push_starts, Tensor push_clocks, "
       "Tensor push_deltas)");
+  // Says that the answers due for some of slots (U) have come: those at the indices `which`, int32.
+  m.def("cache_answered(Tensor(a!) meta, Tensor slots, Tensor which) -> ()");
   // Writes fetched rows into slots: the first `inserted` replace, the rest are rebased (pending deltas stay on top).
   // Fresh rows are made here. init_seeds int64 (T), init_values float32 (T, 3): low, high, state, by table id.
   m.def(

@@ -49,9 +49,10 @@ def cases() -> dict[str, tuple]:
     return {
         "check_keys": (keys, splits, torch.tensor([5, 0])),
         "unique_rows": (keys, splits, torch.tensor([0, 0], dtype=torch.int32)),
-        "cache_plan": (*state, rows.keys, rows.tables, 1, 9, 0, True, True),
+        "cache_plan": (*state, rows.keys, rows.tables, 1, 9, torch.tensor([0]), True, True),
         "cache_spill": (cache.meta, unplaced, rows.keys, rows.tables, cache.capacity),
         "cache_cut": (cache.meta, cache.rows, plan.slots),
+        "cache_answered": (cache.meta, plan.slots, torch.tensor([0, 2], dtype=torch.int32)),
         "cache_commit": (cache.meta, cache.rows, plan.slots, 2, reply_rows, clocks, fresh, seeds, values, DIM),
         "cache_release": (cache.meta, cache.priority, plan.slots),
         "init_rows": (reply_rows, fresh, rows.keys, rows.tables, seeds, values, DIM),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -27,12 +28,13 @@ def train(
     collection: HetEmbeddingBagCollection,
     plain: PlainBags,
     batches: list[KeyedJaggedTensor],
-    lookahead: bool,
+    depth: int = 1,
     lr: float = 0.1,
 ) -> None:
+    """Trains both on the same batches, ``depth`` of which are known ahead, and compares outputs and final rows."""
     collection.train()
     for i, features in enumerate(batches):
-        collection.begin(features, batches[i + 1 : i + 2] if lookahead else ())
+        collection.begin(features, batches[i + 1 : i + 1 + depth])
         out, expected = collection(features).values(), plain(features)
         torch.testing.assert_close(out.to(expected.dtype), expected, rtol=0, atol=TOLERANCE[expected.dtype])
         for pooled in (out, expected):
@@ -56,23 +58,33 @@ def tables_of_every_kind() -> list[EmbeddingBagConfig]:
     ]
 
 
+class Shared(LocalStore):
+    """A store that others might write to: cached rows are checked."""
+
+    exclusive = False
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("lookahead", [False, True], ids=["inline", "lookahead"])
+@pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize(("staleness", "rows"), [(0, 64), (0, 1000), (1, 64), (3, 96), (100, 64), (100, 1000)])
 def test_training_through_the_cache_is_training_without_one(
-    optimizer: EmbeddingOptimizer, dtype: torch.dtype, lookahead: bool, staleness: int, rows: int
+    optimizer: EmbeddingOptimizer, dtype: torch.dtype, depth: int, staleness: int, rows: int
 ) -> None:
     """64 rows for two widths: 32 each, fewer than a batch has unique keys."""
     generator = torch.Generator().manual_seed(staleness * 1000 + rows)
-    collection = opened(tables_of_every_kind(), optimizer, CacheConfig(rows=rows, staleness=staleness))
+    config = CacheConfig(rows=rows, staleness=staleness, prefetch_depth=depth)
+    collection = opened(tables_of_every_kind(), optimizer, config, store=Shared())
     batches = [random_batch(["x", "y", "z", "w"], 24, 60, generator) for _ in range(25)]
-    train(collection, PlainBags(collection, optimizer, dtype), batches, lookahead)
+    train(collection, PlainBags(collection, optimizer, dtype), batches, depth)
     stats = collection.stats()
     assert stats.steps == 25
     assert (stats.overflow > 0) == (rows < 100)
     assert (stats.hits > 0) == (staleness > 0)  # at s = 0 every row was updated at its last use
     assert stats.unique == stats.hits + stats.misses + stats.stale
+    for group in collection._groups:
+        answers_due = group.cache.meta.view(torch.int32)[:, 7]
+        assert not answers_due.any()
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
@@ -81,7 +93,7 @@ def test_weighted_bags(optimizer: EmbeddingOptimizer, pooling: PoolingType) -> N
     generator = torch.Generator().manual_seed(5)
     collection = opened([table("t", ["x", "y"], pooling=pooling)], optimizer, is_weighted=True)
     batches = [random_batch(["x", "y"], 16, 60, generator, is_weighted=True) for _ in range(15)]
-    train(collection, PlainBags(collection, optimizer, torch.float64), batches, lookahead=True)
+    train(collection, PlainBags(collection, optimizer, torch.float64), batches)
 
 
 def test_bag_weights_count_in_training_and_in_evaluation() -> None:
@@ -114,14 +126,14 @@ def test_every_width_and_bag_shape(dim: int, single: bool) -> None:
             values = torch.randint(0, 60, (40,), generator=generator)
             features = KeyedJaggedTensor(["x", "y"], values, lengths=torch.ones(40, dtype=torch.int32))
         batches.append(features)
-    train(collection, PlainBags(collection, optimizer, torch.float64), batches, lookahead=True)
+    train(collection, PlainBags(collection, optimizer, torch.float64), batches)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
 def test_duplicates_make_one_update_with_the_summed_gradient(optimizer: EmbeddingOptimizer) -> None:
     collection = opened([table("t", ["x"])], optimizer)
     plain = PlainBags(collection, optimizer, torch.float64)
-    train(collection, plain, [batch(["x"], [[3], [3], [3]]), batch(["x"], [[3, 3, 3]])], lookahead=False)
+    train(collection, plain, [batch(["x"], [[3], [3], [3]]), batch(["x"], [[3, 3, 3]])], depth=0)
     assert collection.stats().unique == 2
 
 
@@ -129,7 +141,7 @@ def test_gradients_of_all_features_of_a_table_are_summed_before_the_step() -> No
     optimizer = EmbeddingOptimizer("adagrad", lr=0.1)
     collection = opened([table("t", ["x", "y", "z"])], optimizer)
     plain = PlainBags(collection, optimizer, torch.float64)
-    train(collection, plain, [batch(["x", "y", "z"], [[7], [7], [7]])] * 3, lookahead=False)
+    train(collection, plain, [batch(["x", "y", "z"], [[7], [7], [7]])] * 3, depth=0)
 
 
 def test_empty_features_and_empty_batches() -> None:
@@ -141,7 +153,7 @@ def test_empty_features_and_empty_batches() -> None:
         batch(names, [[]] * 8),  # nothing at all
         batch(names, [[1], [2], [3], [4], [1], [2], [3], [4]]),
     ]
-    train(collection, PlainBags(collection, optimizer, torch.float64), batches, lookahead=True)
+    train(collection, PlainBags(collection, optimizer, torch.float64), batches)
     before = stored_rows(collection, collection.embedding_bag_configs()[0])
     none = batch(names, [])
     for training in (True, False):
@@ -260,7 +272,7 @@ def test_rows_in_use_are_never_evicted_by_prefetch(overlap: int) -> None:
     collection = opened([table("t", ["x"], rows=100)], optimizer, CacheConfig(rows=32))
     first, second = list(range(32)), list(range(32 - overlap, 64 - overlap))
     batches = [batch(["x"], [[k] for k in keys]) for keys in (first, second, first, second)]
-    train(collection, PlainBags(collection, optimizer, torch.float64), batches, lookahead=True)
+    train(collection, PlainBags(collection, optimizer, torch.float64), batches)
     assert collection.stats().overflow >= 32 - overlap
 
 
@@ -269,7 +281,7 @@ def test_all_rows_miss_or_none(all_miss: bool) -> None:
     optimizer = EmbeddingOptimizer("adagrad", lr=0.1)
     collection = opened([table("t", ["x"], rows=600)], optimizer, CacheConfig(rows=10_000))
     batches = [batch(["x"], [[(100 * i if all_miss else 0) + j] for j in range(100)]) for i in range(6)]
-    train(collection, PlainBags(collection, optimizer, torch.float64), batches, lookahead=True)
+    train(collection, PlainBags(collection, optimizer, torch.float64), batches)
     stats = collection.stats()
     assert stats.misses == (600 if all_miss else 100)
     assert stats.hits == (0 if all_miss else 500)
@@ -388,6 +400,62 @@ def test_a_failed_exchange_is_repeated_without_loss() -> None:
     expected[:100] -= 1
     expected[50:150] -= 1
     torch.testing.assert_close(moved, expected[:, None].expand(200, 4), rtol=0, atol=1e-5)
+
+
+class Gated(LocalStore):
+    """A store that answers one exchange for every time it is told to, and notes the first key that each fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allow = threading.Semaphore(0)
+        self.answered: list[int] = []
+        self.fail_at: int | None = None
+
+    def exchange(self, request: ExchangeRequest) -> ExchangeReply:
+        assert self.allow.acquire(timeout=60)
+        first = int(request.fetch.keys[0])
+        if first == self.fail_at:
+            self.fail_at = None
+            raise ConnectionError("the store is not there")
+        self.answered.append(first)
+        return super().exchange(request)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_step_waits_for_its_own_exchange_only(depth: int) -> None:
+    store = Gated()
+    collection = opened([table("t", ["x"], rows=200)], cache=CacheConfig(prefetch_depth=depth), store=store)
+    batches = [batch(["x"], [[10 * i + j] for j in range(10)]) for i in range(8)]
+    for i, features in enumerate(batches):
+        store.allow.release()
+        collection.begin(features, batches[i + 1 :])
+        collection(features).values().sum().backward()
+        collection.step(lr=1.0)
+        assert store.answered == [10 * j for j in range(i + 1)]
+        assert len(collection._ahead) == min(depth, len(batches) - 1 - i)
+    store.allow.release()
+    assert collection.stats().misses == 80
+
+
+def test_no_exchange_overtakes_one_that_failed() -> None:
+    """Its pushes are missing at the store until it is repeated, and later fetches may ask for the same rows."""
+    store = Gated()
+    for _ in range(100):
+        store.allow.release()
+    collection = opened([table("t", ["x"], rows=200)], cache=CacheConfig(prefetch_depth=3), store=store)
+    batches = [batch(["x"], [[10 * i + j] for j in range(10)]) for i in range(8)]
+    store.fail_at = 20
+    failures = 0
+    for i, features in enumerate(batches):
+        try:
+            collection.begin(features, batches[i + 1 :])
+        except ConnectionError:
+            failures += 1
+            collection.begin(features, batches[i + 1 :])
+        collection(features).values().sum().backward()
+        collection.step(lr=1.0)
+    assert failures == 1
+    assert store.answered == [10 * j for j in range(8)]
 
 
 def test_a_failed_flush_is_repeated_without_loss() -> None:

@@ -1,4 +1,4 @@
-// cache_cut, cache_commit, cache_release, init_rows: the cache's side of an exchange with the store.
+// cache_cut, cache_answered, cache_commit, cache_release, init_rows: the cache's side of an exchange with the store.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -48,6 +48,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cache_cut(Tensor meta
           push.starts,
           push.clocks,
           push.deltas};
+}
+
+void cache_answered(Tensor meta_t, const Tensor& slots_t, const Tensor& which_t) {
+  auto* meta = reinterpret_cast<SlotMeta*>(data<int64_t>(meta_t, "meta"));
+  const auto* slot = data<const int64_t>(slots_t, "slots");
+  const auto* which = data<const int32_t>(which_t, "which");
+  const int64_t n = which_t.numel();
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) __builtin_prefetch(meta + slot[which[i + kAhead]], 1);
+    --meta[slot[which[i]]].answers_due;
+  }
 }
 
 void cache_commit(Tensor meta_t, Tensor rows_t, const Tensor& slots_t, int64_t inserted, const Tensor& reply_rows,
@@ -111,6 +122,7 @@ void init_rows(Tensor rows_t, const Tensor& fresh_t, const Tensor& keys_t, const
 
 STABLE_TORCH_LIBRARY_IMPL(hetrec, CPU, m) {
   m.impl("cache_cut", TORCH_BOX(&cache_cut));
+  m.impl("cache_answered", TORCH_BOX(&cache_answered));
   m.impl("cache_commit", TORCH_BOX(&cache_commit));
   m.impl("cache_release", TORCH_BOX(&cache_release));
   m.impl("init_rows", TORCH_BOX(&init_rows));

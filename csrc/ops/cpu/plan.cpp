@@ -42,12 +42,13 @@ SpillIndex sweep_spill(const Slots& slots, int64_t capacity, std::vector<int64_t
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cache_plan(
     Tensor tags_t, Tensor priority_t, Tensor meta_t, Tensor rows_t, const Tensor& keys_t, const Tensor& tables_t,
-    int64_t policy_code, int64_t tick, int64_t staleness, bool spill_in_use, bool want_checks) {
+    int64_t policy_code, int64_t tick, const Tensor& staleness_t, bool spill_in_use, bool want_checks) {
   auto* tags = data<uint8_t>(tags_t, "tags");
   auto* priority = data<int64_t>(priority_t, "priority");
   const Slots slots(meta_t, rows_t);
   const auto* keys = data<const int64_t>(keys_t, "keys");
   const auto* tables = data<const int32_t>(tables_t, "tables");
+  const auto* staleness = data<const int64_t>(staleness_t, "staleness");
   const int64_t capacity = tags_t.numel();
   const int64_t n = keys_t.numel();
   STD_TORCH_CHECK(capacity > 0 && capacity % kWays == 0 && priority_t.numel() == capacity && slots.n >= capacity,
@@ -56,6 +57,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   STD_TORCH_CHECK(policy_code >= 0 && policy_code < kPolicies, "unknown policy ", policy_code);
   const auto policy = static_cast<Policy>(policy_code);
   const int64_t n_sets = capacity / kWays;
+  for (int64_t u = 0; u < n; ++u) {
+    STD_TORCH_CHECK(tables[u] >= 0 && tables[u] < staleness_t.numel(), "table id ", tables[u],
+                    " has no staleness bound; ", staleness_t.numel(), " tables are known");
+  }
 
   std::vector<int64_t> push_from, freed;
   SpillIndex spill;
@@ -73,12 +78,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   const auto use_slot = [&](int64_t u, int64_t slot) {
     SlotMeta& meta = slots.meta[slot];
     slot_of[u] = slot;
-    if (!write_is_fresh(meta.pending, meta.pins, staleness)) {
+    const int64_t bound = staleness[tables[u]];
+    if (!write_is_fresh(meta.pending, meta.pins, bound)) {
       // A refresh now resets what was pending; the updates to come of batches in flight may still be too many.
-      (meta.pins <= staleness ? refresh : late).push_back(static_cast<int32_t>(u));
-    } else if (want_checks) {
+      (meta.pins <= bound && meta.answers_due == 0 ? refresh : late).push_back(static_cast<int32_t>(u));
+      ++meta.answers_due;
+    } else if (want_checks && meta.answers_due == 0) {
       checks.push_back(static_cast<int32_t>(u));
       check_clocks.push_back(meta.start_clock + meta.pending);
+      ++meta.answers_due;
     }
     ++meta.pins;
   };
@@ -169,7 +177,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   for (int64_t j = 0; j < n_misses; ++j) {
     const int32_t u = fetch[j];
     if (slot_of[u] < 0) continue;
-    slots.meta[slot_of[u]] = {keys[u], 0, 0, tables[u], 1, 0};
+    slots.meta[slot_of[u]] = {keys[u], 0, 0, tables[u], 1, 1};
   }
   if (spilled.keys.numel() > 0) {  // rare: join both pushes
     const int64_t a = spilled.keys.numel(), b = push.keys.numel();
@@ -211,7 +219,7 @@ Tensor cache_spill(Tensor meta_t, Tensor slots_t, const Tensor& keys_t, const Te
       ++unplaced;
       continue;
     }
-    meta[free_slot] = {keys[u], 0, 0, tables[u], 1, 0};
+    meta[free_slot] = {keys[u], 0, 0, tables[u], 1, 1};
     slot_of[u] = free_slot;
   }
   return from_values(&unplaced, 1);
