@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,7 +128,12 @@ class Cache:
             self.dim,
             self.state_dim,
             _push_arrays(push),
-            Check(rows.tables[checks].numpy(), rows.keys[checks].numpy(), check_clocks.numpy(), self.staleness),
+            Check(
+                rows.tables[checks].numpy(),
+                rows.keys[checks].numpy(),
+                check_clocks.numpy(),
+                np.full(len(checks), self.staleness, np.int64),
+            ),
             Fetch(rows.tables[fetch].numpy(), rows.keys[fetch].numpy()),
         )
         s = self.stats

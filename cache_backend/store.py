@@ -69,16 +69,16 @@ class Push:
 
 @dataclass
 class Check:
-    """Clocks of cached rows: is c_g <= c_c + staleness? tables int32, keys and clocks int64, each (n,)."""
+    """Clocks of cached rows: is c_g <= c_c + staleness? tables int32; keys, clocks, staleness int64; each (n,)."""
 
     tables: np.ndarray = field(default_factory=lambda: _empty(np.int32, 0))
     keys: np.ndarray = field(default_factory=lambda: _empty(np.int64, 0))
     clocks: np.ndarray = field(default_factory=lambda: _empty(np.int64, 0))
-    staleness: int = 0
+    staleness: np.ndarray = field(default_factory=lambda: _empty(np.int64, 0))
 
     @property
     def nbytes(self) -> int:
-        return self.tables.nbytes + self.keys.nbytes + self.clocks.nbytes
+        return sum(a.nbytes for a in (self.tables, self.keys, self.clocks, self.staleness))
 
 
 @dataclass
@@ -125,8 +125,9 @@ class ExchangeReply:
 
     rows float32 (n, width), clocks int64 (n,), fresh uint8 (n,): the fetched rows; where ``fresh`` is 1 nobody wrote
     the row, nothing travelled and ``rows`` and ``clocks`` mean nothing. stale int32 (k,): which checks failed;
-    stale_rows and
-    stale_clocks: those rows. bytes_sent, bytes_received: of request and reply as they travelled, or would have.
+    stale_rows and stale_clocks: those rows. lags int64 (18,): how many checks, failed or not, found c_g - c_c <= 0, and
+    how many from 2^(i - 1) below 2^i, i = 1, 2, ...; the last count is open-ended. bytes_sent, bytes_received: of
+    request and reply as they travelled, or would have.
     """
 
     rows: np.ndarray
@@ -135,6 +136,7 @@ class ExchangeReply:
     stale: np.ndarray
     stale_rows: np.ndarray
     stale_clocks: np.ndarray
+    lags: np.ndarray
     bytes_sent: int
     bytes_received: int
 

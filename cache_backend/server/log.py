@@ -24,7 +24,7 @@ from cache_backend.server.errors import LogError, LogFailed
 __all__ = ["PUSH", "TABLES", "Log", "Segment"]
 
 SEGMENT, COMMIT, TABLES, PUSH = b"S", b"C", b"T", b"P"
-_FORMAT = 1
+_FORMAT = 2
 _HEAD = struct.Struct("<II")
 _COMMIT_MARK = bytes.fromhex("6865747265632d636f6d6d69740a8100")
 _COMMIT = struct.Struct("<16sQ")

@@ -59,13 +59,21 @@ class LocalStore:
         push, check, fetch = request.push, request.check, request.fetch
         if len(push.keys):
             table.push(push.tables, push.keys, push.starts, push.clocks, push.deltas, self._clock)
-        stale = table.stale(check.tables, check.keys, check.clocks, check.staleness)
+        stale, lags = table.stale(check.tables, check.keys, check.clocks, check.staleness)
         stale_rows, stale_clocks, _ = _fetch(table, Fetch(check.tables[stale], check.keys[stale]))
         rows, clocks, fresh = _fetch(table, fetch)
         written = len(fresh) - int(np.count_nonzero(fresh)) + len(stale)
         received = fresh.nbytes + stale.nbytes + written * (rows.itemsize * request.width + clocks.itemsize)
         return ExchangeReply(
-            rows, clocks, fresh, stale, stale_rows, stale_clocks, bytes_sent=request.nbytes, bytes_received=received
+            rows,
+            clocks,
+            fresh,
+            stale,
+            stale_rows,
+            stale_clocks,
+            lags,
+            bytes_sent=request.nbytes,
+            bytes_received=received,
         )
 
     def read(self, dim: int, state_dim: int, rows: Fetch) -> tuple[np.ndarray, np.ndarray]:

@@ -23,6 +23,7 @@ class Answer:
     stale: np.ndarray
     stale_rows: np.ndarray
     stale_clocks: np.ndarray
+    lags: np.ndarray
     sent: int
     received: int
 
@@ -71,7 +72,7 @@ def join(request: ExchangeRequest, parts: list[Part]) -> ExchangeReply:
     sent, received = sum(a.sent for _, _, a in answers), sum(a.received for _, _, a in answers)
     if len(parts) == 1 and len(answers) == 1:
         a = answers[0][2]
-        return ExchangeReply(a.rows, a.clocks, a.fresh, a.stale, a.stale_rows, a.stale_clocks, sent, received)
+        return ExchangeReply(a.rows, a.clocks, a.fresh, a.stale, a.stale_rows, a.stale_clocks, a.lags, sent, received)
     n, width = len(request.fetch.keys), request.width
     reply = ExchangeReply(
         np.empty((n, width), np.float32),
@@ -80,6 +81,7 @@ def join(request: ExchangeRequest, parts: list[Part]) -> ExchangeReply:
         np.concatenate([np.empty(0, np.int32), *(checks[a.stale].astype(np.int32) for checks, _, a in answers)]),
         np.concatenate([np.empty((0, width), np.float32), *(a.stale_rows for _, _, a in answers)]),
         np.concatenate([np.empty(0, np.int64), *(a.stale_clocks for _, _, a in answers)]),
+        sum((a.lags for _, _, a in answers), np.zeros(_table.LAG_BINS, np.int64)),
         sent,
         received,
     )
@@ -109,11 +111,11 @@ def _pieces(request: ExchangeRequest, max_bytes: int) -> list[ExchangeRequest]:
     if request.is_empty:
         return []
     push, check, fetch = request.push, request.check, request.fetch
-    row = 4 * request.width + 32  # no encoding of a row, its name and its clocks takes more
+    row = 4 * request.width + 40  # no encoding of a row, its name and its clocks takes more
     if (len(push.keys) + len(check.keys) + len(fetch.keys)) * row <= max_bytes:
         return [request]
     step = max(1, max_bytes // row)
-    no_check, no_fetch = Check(staleness=check.staleness), Fetch(fetch.tables[:0], fetch.keys[:0])
+    no_check, no_fetch = Check(), Fetch(fetch.tables[:0], fetch.keys[:0])
     pieces = [
         ExchangeRequest(request.dim, request.state_dim, _pushes(push, slice(i, i + step)), no_check, no_fetch)
         for i in range(0, len(push.keys), step)
@@ -131,4 +133,4 @@ def _pushes(push: Push, which: np.ndarray | slice) -> Push:
 
 
 def _checks(check: Check, which: np.ndarray | slice) -> Check:
-    return Check(check.tables[which], check.keys[which], check.clocks[which], check.staleness)
+    return Check(check.tables[which], check.keys[which], check.clocks[which], check.staleness[which])

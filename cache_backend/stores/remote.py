@@ -260,7 +260,6 @@ class _Shard:
                 generation=self._generation,
                 dim=request.dim,
                 state_dim=request.state_dim,
-                staleness=check.staleness,
                 push_codec=push_codec,
                 fetch_codec=fetch_codec,
                 push_tables=push.tables,
@@ -271,14 +270,15 @@ class _Shard:
                 check_tables=check.tables,
                 check_keys=check.keys,
                 check_clocks=check.clocks,
+                check_staleness=check.staleness,
                 fetch_tables=fetch.tables,
                 fetch_keys=fetch.keys,
             )
             reply = self._patiently(lambda client, options: _round_trip(client, options, frame))
-        generation, answered, rows, clocks, fresh, *stale = _table.decode_reply(reply)
+        generation, answered, rows, clocks, fresh, lags, stale, stale_rows, stale_clocks = _table.decode_reply(reply)
         if answered != sequence or generation != self._generation:
             raise StoreError(f"{self.address} answered request {answered} instead of {sequence}")
-        piece.answer = Answer(rows, clocks, fresh, stale[0], stale[1], stale[2], frame.nbytes, reply.nbytes)
+        piece.answer = Answer(rows, clocks, fresh, stale, stale_rows, stale_clocks, lags, frame.nbytes, reply.nbytes)
 
     def action(self, name: str, body: Any, patient: bool = False) -> Any:
         """Call an action. ``patient``: it may take as long as it needs (snapshots)."""

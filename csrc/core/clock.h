@@ -30,4 +30,14 @@ HETREC_HD bool read_is_fresh(int64_t global, int64_t current, int64_t staleness)
   return global - current <= staleness;
 }
 
+// How far others had moved on when the server answered a check: c_g - c_c, counted by powers of two.
+constexpr int kLagBins = 18;
+
+// Bin 0: lag <= 0; bin i: 2^(i - 1) <= lag < 2^i; the last one is open-ended.
+HETREC_HD int lag_bin(int64_t lag) {
+  int bin = 0;
+  for (; lag > 0 && bin < kLagBins - 1; lag >>= 1) ++bin;
+  return bin;
+}
+
 }  // namespace hetrec

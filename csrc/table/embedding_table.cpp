@@ -184,15 +184,15 @@ void EmbeddingTable::locate(int64_t n, const int32_t* tables, const int64_t* key
 }
 
 std::vector<int32_t> EmbeddingTable::stale(int64_t n, const int32_t* tables, const int64_t* keys, const int64_t* clocks,
-                                           int64_t staleness) const {
+                                           const int64_t* staleness, int64_t* lags) const {
   const std::shared_lock lock(mutex_);
   check_declared(n, tables);
   std::vector<int32_t> result;
   for_each_prefetched(n, tables, keys, [&](int64_t i, uint64_t hash) {
     const RowHeader* header = find(hash, tables[i], keys[i]);
-    if (header != nullptr && !read_is_fresh(clock_of(*header), clocks[i], staleness)) {
-      result.push_back(static_cast<int32_t>(i));
-    }
+    const int64_t global = header == nullptr ? 0 : clock_of(*header);
+    ++lags[lag_bin(global - clocks[i])];
+    if (header != nullptr && !read_is_fresh(global, clocks[i], staleness[i])) result.push_back(static_cast<int32_t>(i));
   });
   return result;
 }

@@ -75,9 +75,9 @@ class EmbeddingTable {
     }
   }
 
-  // Indices i with c_g(i) > clocks[i] + staleness, ascending.
+  // Indices i with c_g(i) > clocks[i] + staleness[i], ascending. Adds every c_g(i) - clocks[i] to `lags` (kLagBins).
   std::vector<int32_t> stale(int64_t n, const int32_t* tables, const int64_t* keys, const int64_t* clocks,
-                             int64_t staleness) const;
+                             const int64_t* staleness, int64_t* lags) const;
 
   // One bucket's rows, for snapshots: counts, and copies in the order of creation.
   int64_t bucket_size(int64_t bucket) const;

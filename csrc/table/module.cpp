@@ -69,21 +69,6 @@ void fetch(const EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int6
   self.fetch(view);
 }
 
-nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> stale(const EmbeddingTable& self, Vec<const int32_t> tables,
-                                                   Vec<const int64_t> keys, Vec<const int64_t> clocks,
-                                                   int64_t staleness) {
-  const size_t n = keys.shape(0);
-  const int32_t* table_ids = checked(tables, "tables", n);
-  const int64_t* clock_values = checked(clocks, "clocks", n);
-  auto* found = new std::vector<int32_t>();
-  const nb::capsule owner(found, [](void* p) noexcept { delete static_cast<std::vector<int32_t>*>(p); });
-  {
-    const nb::gil_scoped_release release;
-    *found = self.stale(static_cast<int64_t>(n), table_ids, keys.data(), clock_values, staleness);
-  }
-  return {found->data(), {found->size()}, owner};
-}
-
 void export_bucket(const EmbeddingTable& self, int64_t bucket, Vec<int32_t> tables, Vec<int64_t> keys,
                    Vec<int64_t> clocks, Mat<float> rows) {
   const size_t n = static_cast<size_t>(self.bucket_size(bucket));
@@ -104,8 +89,6 @@ void assign(EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int64_t> 
   self.assign(static_cast<int64_t>(n), table_ids, keys.data(), clock_values, values);
 }
 
-using Bytes = Vec<const uint8_t>;
-
 // A C++ vector as a numpy array that owns it.
 template <typename T, typename Allocator>
 nb::ndarray<nb::numpy, T> owned(std::vector<T, Allocator>&& values, std::initializer_list<size_t> shape) {
@@ -121,11 +104,28 @@ nb::ndarray<nb::numpy, T> owned(std::vector<T, Allocator>&& values) {
   return owned(std::move(values), {n});
 }
 
+nb::tuple stale(const EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int64_t> keys,
+                Vec<const int64_t> clocks, Vec<const int64_t> staleness) {
+  const size_t n = keys.shape(0);
+  const int32_t* table_ids = checked(tables, "tables", n);
+  const int64_t* clock_values = checked(clocks, "clocks", n);
+  const int64_t* allowed = checked(staleness, "staleness", n);
+  std::vector<int64_t> lags(hetrec::kLagBins);
+  std::vector<int32_t> found;
+  {
+    const nb::gil_scoped_release release;
+    found = self.stale(static_cast<int64_t>(n), table_ids, keys.data(), clock_values, allowed, lags.data());
+  }
+  return nb::make_tuple(owned(std::move(found)), owned(std::move(lags)));
+}
+
+using Bytes = Vec<const uint8_t>;
+
 nb::object encode_request(uint64_t worker, uint64_t session, uint64_t sequence, uint64_t generation, uint32_t dim,
-                          uint32_t state_dim, uint32_t staleness, uint8_t push_codec, uint8_t fetch_codec,
-                          Vec<const int32_t> push_tables, Vec<const int64_t> push_keys, Vec<const int64_t> push_starts,
-                          Vec<const int64_t> push_clocks, Mat<const float> deltas, Vec<const int32_t> check_tables,
-                          Vec<const int64_t> check_keys, Vec<const int64_t> check_clocks,
+                          uint32_t state_dim, uint8_t push_codec, uint8_t fetch_codec, Vec<const int32_t> push_tables,
+                          Vec<const int64_t> push_keys, Vec<const int64_t> push_starts, Vec<const int64_t> push_clocks,
+                          Mat<const float> deltas, Vec<const int32_t> check_tables, Vec<const int64_t> check_keys,
+                          Vec<const int64_t> check_clocks, Vec<const int64_t> check_staleness,
                           Vec<const int32_t> fetch_tables, Vec<const int64_t> fetch_keys) {
   hetrec::RequestHeader header{};
   header.worker = worker;
@@ -134,7 +134,6 @@ nb::object encode_request(uint64_t worker, uint64_t session, uint64_t sequence, 
   header.generation = generation;
   header.dim = dim;
   header.state_dim = state_dim;
-  header.staleness = staleness;
   header.push_codec = push_codec;
   header.fetch_codec = fetch_codec;
   const size_t n_push = push_keys.shape(0), n_check = check_keys.shape(0), n_fetch = fetch_keys.shape(0);
@@ -145,7 +144,8 @@ nb::object encode_request(uint64_t worker, uint64_t session, uint64_t sequence, 
                               checked(push_clocks, "push_clocks", n_push),
                               checked(deltas, "deltas", n_push, int64_t{dim} + state_dim)};
   const hetrec::CheckView check{static_cast<int64_t>(n_check), checked(check_tables, "check_tables", n_check),
-                                check_keys.data(), checked(check_clocks, "check_clocks", n_check)};
+                                check_keys.data(), checked(check_clocks, "check_clocks", n_check),
+                                checked(check_staleness, "check_staleness", n_check)};
   const hetrec::RowNames fetch{static_cast<int64_t>(n_fetch), checked(fetch_tables, "fetch_tables", n_fetch),
                                fetch_keys.data()};
   hetrec::Frame frame;
@@ -190,18 +190,18 @@ nb::object decode_reply(nb::object frame_object) {
   Rows rows = reply.view == nullptr ? owned(std::move(reply.rows), {n, width})
                                     : Rows(const_cast<float*>(reply.view), {n, width}, frame_object);
   return nb::make_tuple(generation, sequence, rows, owned(std::move(reply.clocks)), owned(std::move(reply.fresh)),
-                        owned(std::move(reply.stale)), owned(std::move(reply.stale_rows), {stale, width}),
-                        owned(std::move(reply.stale_clocks)));
+                        owned(std::move(reply.lags)), owned(std::move(reply.stale)),
+                        owned(std::move(reply.stale_rows), {stale, width}), owned(std::move(reply.stale_clocks)));
 }
 
 void define_wire(nb::module_& m) {
   nb::exception<hetrec::WireError>(m, "WireError", PyExc_ValueError);
   m.attr("PROTOCOL_VERSION") = hetrec::kProtocolVersion;
   m.def("encode_request", &encode_request, nb::kw_only(), nb::arg("worker"), nb::arg("session"), nb::arg("sequence"),
-        nb::arg("generation"), nb::arg("dim"), nb::arg("state_dim"), nb::arg("staleness"), nb::arg("push_codec"),
-        nb::arg("fetch_codec"), nb::arg("push_tables"), nb::arg("push_keys"), nb::arg("push_starts"),
-        nb::arg("push_clocks"), nb::arg("deltas"), nb::arg("check_tables"), nb::arg("check_keys"),
-        nb::arg("check_clocks"), nb::arg("fetch_tables"), nb::arg("fetch_keys"), "A request frame, uint8.");
+        nb::arg("generation"), nb::arg("dim"), nb::arg("state_dim"), nb::arg("push_codec"), nb::arg("fetch_codec"),
+        nb::arg("push_tables"), nb::arg("push_keys"), nb::arg("push_starts"), nb::arg("push_clocks"), nb::arg("deltas"),
+        nb::arg("check_tables"), nb::arg("check_keys"), nb::arg("check_clocks"), nb::arg("check_staleness"),
+        nb::arg("fetch_tables"), nb::arg("fetch_keys"), "A request frame, uint8.");
   m.def("parse_request", &parse_request, nb::arg("frame"), nb::arg("max_rows"),
         "Check a request frame as a whole; its header as a dict. Raises WireError.");
   m.def(
@@ -245,7 +245,8 @@ void define_wire(nb::module_& m) {
       },
       nb::arg("table"), nb::arg("frame"), nb::arg("generation"), "The reply frame to a parsed request, uint8.");
   m.def("decode_reply", &decode_reply, nb::arg("frame"),
-        "(generation, sequence, rows, clocks, fresh, stale, stale_rows, stale_clocks) of a reply. Raises WireError.");
+        "(generation, sequence, rows, clocks, fresh, lags, stale, stale_rows, stale_clocks) of a reply. Raises "
+        "WireError.");
   m.def(
       "rounding_errors",
       [](uint8_t codec, int64_t dim, int64_t state_dim, Mat<float> rows) {
@@ -277,6 +278,7 @@ void define_wire(nb::module_& m) {
 
 NB_MODULE(_table, m) {
   m.attr("BUCKETS") = hetrec::kBuckets;
+  m.attr("LAG_BINS") = hetrec::kLagBins;
   define_wire(m);
   nb::class_<EmbeddingTable>(m, "EmbeddingTable",
                              "Rows of one width by (table id, key): `dim` float32 weights, then `state_dim` values of "
@@ -295,7 +297,8 @@ NB_MODULE(_table, m) {
       .def("fetch", &fetch, nb::arg("tables"), nb::arg("keys"), nb::arg("rows"), nb::arg("clocks"), nb::arg("fresh"),
            "Copy rows and clocks into the given arrays; fresh[i] = 1 where nobody wrote row i (left untouched).")
       .def("stale", &stale, nb::arg("tables"), nb::arg("keys"), nb::arg("clocks"), nb::arg("staleness"),
-           "Indices (int32, ascending) of rows whose global clock exceeds clocks[i] + staleness.")
+           "Indices (int32, ascending) of rows whose global clock exceeds clocks[i] + staleness[i], and how often it "
+           "exceeds clocks[i] by how much, int64 (LAG_BINS,).")
       .def("bucket_size", &EmbeddingTable::bucket_size, nb::arg("bucket"), "Rows in one of the 4096 buckets.")
       .def("export_bucket", &export_bucket, nb::arg("bucket"), nb::arg("tables"), nb::arg("keys"), nb::arg("clocks"),
            nb::arg("rows"), "Copy one bucket's rows into arrays of length bucket_size(bucket).")

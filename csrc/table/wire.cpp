@@ -151,9 +151,11 @@ void check_clock(int64_t clock) {
   if (clock < 0 || clock >= int64_t{1} << 48) throw WireError("clock " + std::to_string(clock) + " is outside 48 bits");
 }
 
+constexpr int kQueryBlocks = 6;
+
 struct Query {
   Buffer<int32_t> check_tables;
-  Buffer<int64_t> check_keys, check_clocks;
+  Buffer<int64_t> check_keys, check_clocks, check_staleness;
   Buffer<int32_t> fetch_tables;
   Buffer<int64_t> fetch_keys;
 };
@@ -164,9 +166,13 @@ Query read_query(const RequestHeader& header, const uint8_t* frame) {
   query.check_tables = reader.block<int32_t>(header.n_check);
   query.check_keys = reader.block<int64_t>(header.n_check);
   query.check_clocks = reader.block<int64_t>(header.n_check);
+  query.check_staleness = reader.block<int64_t>(header.n_check);
   query.fetch_tables = reader.block<int32_t>(header.n_fetch);
   query.fetch_keys = reader.block<int64_t>(header.n_fetch);
   for (const int64_t clock : query.check_clocks) check_clock(clock);
+  for (const int64_t staleness : query.check_staleness) {
+    if (staleness < 0) throw WireError("a check allows a staleness of " + std::to_string(staleness));
+  }
   reader.expect_end();
   return query;
 }
@@ -213,7 +219,7 @@ Frame encode_request(RequestHeader header, const PushView& push, const CheckView
   const int64_t dim = header.dim, state_dim = header.state_dim;
   header.magic = kRequestMagic;
   header.version = kProtocolVersion;
-  header.reserved = 0;
+  std::fill(std::begin(header.reserved), std::end(header.reserved), 0u);
   header.n_push = static_cast<uint32_t>(push.n);
   header.n_check = static_cast<uint32_t>(check.n);
   header.n_fetch = static_cast<uint32_t>(fetch.n);
@@ -231,6 +237,7 @@ Frame encode_request(RequestHeader header, const PushView& push, const CheckView
   write_block(&frame, check.n, check.tables);
   write_block(&frame, check.n, check.keys);
   write_block(&frame, check.n, check.clocks);
+  write_block(&frame, check.n, check.staleness);
   write_block(&frame, fetch.n, fetch.tables);
   write_block(&frame, fetch.n, fetch.keys);
   header.query_bytes = frame.size() - sizeof(header) - header.push_bytes;
@@ -279,7 +286,7 @@ Frame push_part(const uint8_t* frame, size_t size) {
   std::memcpy(&header, frame, sizeof(header));
   Frame part(frame, frame + sizeof(header) + header.push_bytes);
   header.n_check = header.n_fetch = 0;
-  for (int i = 0; i < 5; ++i) write_block<int64_t>(&part, 0, nullptr);
+  for (int i = 0; i < kQueryBlocks; ++i) write_block<int64_t>(&part, 0, nullptr);
   header.query_bytes = part.size() - sizeof(header) - header.push_bytes;
   header.query_crc = crc32c(part.data() + sizeof(header) + header.push_bytes, header.query_bytes);
   std::memcpy(part.data(), &header, sizeof(header));
@@ -334,11 +341,14 @@ Frame answer(const EmbeddingTable& table, const uint8_t* frame, size_t size, uin
   Buffer<int64_t> found_clocks(found.size());
   table.locate(static_cast<int64_t>(n_check), query.check_tables.data(), query.check_keys.data(), found.data(),
                found_clocks.data());
+  int64_t lags[kLagBins] = {};
   std::vector<int32_t> stale;
   std::vector<int64_t> stale_clocks;
   Frame stale_rows;
   for (size_t i = 0; i < n_check; ++i) {
-    if (found[i] == nullptr || read_is_fresh(found_clocks[i], query.check_clocks[i], request.staleness)) continue;
+    ++lags[lag_bin(found_clocks[i] - query.check_clocks[i])];
+    if (found[i] == nullptr || read_is_fresh(found_clocks[i], query.check_clocks[i], query.check_staleness[i]))
+      continue;
     stale.push_back(static_cast<int32_t>(i));
     stale_clocks.push_back(found_clocks[i]);
     stale_rows.resize(stale_rows.size() + bytes);
@@ -378,6 +388,7 @@ Frame answer(const EmbeddingTable& table, const uint8_t* frame, size_t size, uin
   table.for_each_located(static_cast<int64_t>(n_written), found.data(), [&](int64_t i, const float* row) {
     encode_row(codec, row, request.dim, request.state_dim, reply.data() + rows_at + bytes * static_cast<size_t>(i));
   });
+  write_block(&reply, kLagBins, lags);
   write_block(&reply, static_cast<int64_t>(stale.size()), stale.data());
   write_block(&reply, static_cast<int64_t>(stale.size()), stale_clocks.data());
   reply.insert(reply.end(), stale_rows.begin(), stale_rows.end());
@@ -423,6 +434,7 @@ Reply decode_reply(const uint8_t* frame, size_t size) {
     ++next;
   }
   if (next != header.n_written) throw WireError("a reply holds more rows than were asked for");
+  reply.lags = reader.block<int64_t>(kLagBins);
   reply.stale = reader.block<int32_t>(header.n_stale);
   reply.stale_clocks = reader.block<int64_t>(header.n_stale);
   const uint8_t* stale_rows = reader.take(aligned(bytes * header.n_stale));

@@ -15,7 +15,7 @@
 
 namespace hetrec {
 
-constexpr uint16_t kProtocolVersion = 1;
+constexpr uint16_t kProtocolVersion = 2;
 
 struct WireError : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
@@ -31,11 +31,10 @@ struct RequestHeader {
   uint8_t fetch_codec;
   uint32_t dim;
   uint32_t state_dim;
-  uint32_t staleness;
   uint32_t n_push;
   uint32_t n_check;
   uint32_t n_fetch;
-  uint32_t reserved;
+  uint32_t reserved[3];
   uint64_t generation;
   uint64_t worker;
   uint64_t session;
@@ -66,6 +65,7 @@ struct CheckView {
   const int32_t* tables;
   const int64_t* keys;
   const int64_t* clocks;
+  const int64_t* staleness;
 };
 
 struct RowNames {
@@ -122,6 +122,7 @@ struct Reply {
   Buffer<int64_t> clocks;  // n_fetch; fresh ones mean nothing
   Buffer<float> rows;      // n_fetch x width; fresh ones mean nothing
   const float* view;       // the rows in the frame itself, where they lie there as they are; then `rows` is empty
+  Buffer<int64_t> lags;    // kLagBins
   Buffer<int32_t> stale;
   Buffer<int64_t> stale_clocks;
   Buffer<float> stale_rows;

@@ -183,10 +183,11 @@ def test_splitting_changes_nothing(shard_addresses: Callable, shards: int, limit
     for step in range(1, 4):
         keys = rng.choice(5000, 1500, replace=False)
         checked, wanted = rng.choice(6000, 1200, replace=False), rng.choice(6000, 900, replace=False)
+        allowed = rng.integers(0, 5, 1200)
         replies = []
         for where, number in ((store, table), (local, local_table)):
             r = request(number, {int(k): float(k) for k in keys}, wanted.tolist(), clock=3 * step)
-            r.check = Check(np.full(1200, number, np.int32), checked, np.full(1200, step, np.int64), 2)
+            r.check = Check(np.full(1200, number, np.int32), checked, np.full(1200, step, np.int64), allowed)
             replies.append(where.exchange(r))
         theirs, ours = replies
         np.testing.assert_array_equal(theirs.fresh, ours.fresh)
@@ -197,6 +198,8 @@ def test_splitting_changes_nothing(shard_addresses: Callable, shards: int, limit
         np.testing.assert_array_equal(theirs.stale[order], ours.stale)
         np.testing.assert_array_equal(theirs.stale_rows[order], ours.stale_rows)
         np.testing.assert_array_equal(theirs.stale_clocks[order], ours.stale_clocks)
+        np.testing.assert_array_equal(theirs.lags, ours.lags)
+        assert theirs.lags.sum() == 1200
 
 
 def test_requests_without_rows_for_some_or_all_shards(shard_addresses: Callable) -> None:

@@ -58,8 +58,13 @@ def test_pushes_and_fetches_follow_a_dictionary(pushes: list, rule: str, seed: i
         np.testing.assert_array_equal(values[i], expected_value)
         assert clocks[i] == expected_clock
     checked = np.zeros(len(wanted), np.int64)
-    stale = table.stale(*arrays(wanted), checked, 2)
-    assert stale.tolist() == [i for i, row in enumerate(wanted) if row in model and model[row][1] > 2]
+    allowed = np.arange(len(wanted), dtype=np.int64) % 4
+    stale, lags = table.stale(*arrays(wanted), checked, allowed)
+    found = [model[row][1] if row in model else 0 for row in wanted]
+    assert stale.tolist() == [i for i, clock in enumerate(found) if clock > allowed[i]]
+    assert lags.tolist() == [sum(clock == 0 for clock in found)] + [
+        sum(2 ** (i - 1) <= clock < 2**i for clock in found) for i in range(1, 18)
+    ]
 
 
 def test_many_rows_survive_growth_and_export() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 Rows = list[list[float]]
-_REQUEST = struct.Struct("<4sIIHBBIIIIII8xQQQQQQ")
+_REQUEST = struct.Struct("<4sIIHBBIIIII12xQQQQQQ")
 _REPLY = struct.Struct("<4sIHBBIIIIIQQ")
 
 
@@ -32,7 +32,7 @@ def crc32c(data: bytes) -> int:
 
 @dataclass
 class Request:
-    """Every field of a request frame. pushes: (table, key, c_c, c_c - c_s); checks: (table, key, c_c)."""
+    """Every field of a request frame. pushes: (table, key, c_c, c_c - c_s); checks: (table, key, c_c, s)."""
 
     dim: int
     state_dim: int
@@ -40,18 +40,17 @@ class Request:
     session: int = 0
     sequence: int = 0
     generation: int = 0
-    staleness: int = 0
     push_codec: int = 0
     fetch_codec: int = 0
     pushes: list[tuple[int, int, int, int]] = field(default_factory=list)
     deltas: Rows = field(default_factory=list)
-    checks: list[tuple[int, int, int]] = field(default_factory=list)
+    checks: list[tuple[int, int, int, int]] = field(default_factory=list)
     fetches: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
 class Reply:
-    """fetched: (c_g, row), or None where fresh. stale: (index, c_g, row)."""
+    """fetched: (c_g, row), or None where fresh. lags: 18 counts. stale: (index, c_g, row)."""
 
     codec: int
     dim: int
@@ -59,6 +58,7 @@ class Reply:
     generation: int
     sequence: int
     fetched: list[tuple[int, list[float]] | None]
+    lags: list[int]
     stale: list[tuple[int, int, list[float]]]
 
 
@@ -104,10 +104,10 @@ def _signed(value: int) -> int:
 
 
 def decode_request(frame: bytes) -> Request:
-    (magic, push_crc, query_crc, version, push_codec, fetch_codec, dim, state_dim, staleness, pushes, checks, fetches,
+    (magic, push_crc, query_crc, version, push_codec, fetch_codec, dim, state_dim, pushes, checks, fetches,
      generation, worker, session, sequence, push_bytes, query_bytes) = _REQUEST.unpack_from(frame)  # fmt: skip
-    assert (magic, version) == (b"HETQ", 1)
-    assert frame[40:48] == bytes(8)
+    assert (magic, version) == (b"HETQ", 2)
+    assert frame[36:48] == bytes(12)
     assert len(frame) == 96 + push_bytes + query_bytes
     assert push_crc == crc32c(frame[12 : 96 + push_bytes])
     assert query_crc == crc32c(frame[96 + push_bytes :])
@@ -116,11 +116,11 @@ def decode_request(frame: bytes) -> Request:
     deltas = push.rows(push_codec, pushes, dim, state_dim)
     assert push.at == push_bytes
     query = _Reader(frame[96 + push_bytes :])
-    asked = [query.block(checks) for _ in range(3)]
+    asked = [query.block(checks) for _ in range(4)]
     wanted = [query.block(fetches) for _ in range(2)]
     assert query.at == query_bytes
     return Request(
-        dim, state_dim, worker, session, sequence, generation, staleness, push_codec, fetch_codec,
+        dim, state_dim, worker, session, sequence, generation, push_codec, fetch_codec,
         list(zip(*columns, strict=True)), deltas, list(zip(*asked, strict=True)), list(zip(*wanted, strict=True)),
     )  # fmt: skip
 
@@ -129,7 +129,7 @@ def decode_reply(frame: bytes) -> Reply:
     magic, crc, version, codec, zero, dim, state_dim, fetches, written, stale, generation, sequence = (
         _REPLY.unpack_from(frame)
     )
-    assert (magic, version, zero) == (b"HETR", 1, 0)
+    assert (magic, version, zero) == (b"HETR", 2, 0)
     assert crc == crc32c(frame[8:])
     reader = _Reader(frame[48:])
     flags = reader.take((fetches + 63) // 64 * 8)
@@ -137,9 +137,10 @@ def decode_reply(frame: bytes) -> Reply:
     assert sum(fresh) == fetches - written
     rows = iter(zip(reader.block(written), reader.rows(codec, written, dim, state_dim), strict=True))
     fetched = [None if is_fresh else next(rows) for is_fresh in fresh]
+    lags = reader.block(18)
     late = list(zip(reader.block(stale), reader.block(stale), reader.rows(codec, stale, dim, state_dim), strict=True))
     assert reader.at == len(frame) - 48
-    return Reply(codec, dim, state_dim, generation, sequence, fetched, late)
+    return Reply(codec, dim, state_dim, generation, sequence, fetched, lags, late)
 
 
 def block(values: Sequence[int]) -> bytes:
@@ -155,11 +156,11 @@ def encode_request(request: Request, **false: int) -> bytes:
     push = b"".join(block([p[i] for p in request.pushes]) for i in range(4))
     rows = b"".join(struct.pack(f"<{len(row)}f", *row) for row in request.deltas)
     push += rows + bytes(-len(rows) % 8)
-    query = b"".join(block([c[i] for c in request.checks]) for i in range(3))
+    query = b"".join(block([c[i] for c in request.checks]) for i in range(4))
     query += b"".join(block([f[i] for f in request.fetches]) for i in range(2))
     head = {
-        "version": 1, "push_codec": 0, "fetch_codec": request.fetch_codec, "dim": request.dim,
-        "state_dim": request.state_dim, "staleness": request.staleness, "pushes": len(request.pushes),
+        "version": 2, "push_codec": 0, "fetch_codec": request.fetch_codec, "dim": request.dim,
+        "state_dim": request.state_dim, "pushes": len(request.pushes),
         "checks": len(request.checks), "fetches": len(request.fetches), "generation": request.generation,
         "worker": request.worker, "session": request.session, "sequence": request.sequence, "push_bytes": len(push),
         "query_bytes": len(query),

@@ -137,7 +137,6 @@ class Peer:
             generation=generation,
             dim=DIM,
             state_dim=STATE,
-            staleness=staleness,
             push_codec=0,
             fetch_codec=0,
             push_tables=tables[0],
@@ -148,6 +147,7 @@ class Peer:
             check_tables=tables[1],
             check_keys=check_keys,
             check_clocks=np.zeros(len(check_keys), np.int64),
+            check_staleness=np.full(len(check_keys), staleness, np.int64),
             fetch_tables=tables[2],
             fetch_keys=fetch_keys,
         )

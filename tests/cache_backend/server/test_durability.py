@@ -61,7 +61,7 @@ def test_killed_at_any_moment_no_acknowledged_push_is_lost(
     server = program(*options)
     first = Peer(server.address)
     first.open()
-    generation = first.act("hello", protocol=1)["generation"]
+    generation = first.act("hello", protocol=2)["generation"]
     first.close()
     address = server.address
     workers = [Worker(address, number, seed) for number in (1, 2)]
@@ -83,7 +83,7 @@ def test_killed_at_any_moment_no_acknowledged_push_is_lost(
     sums = workers[0].sums + workers[1].sums
     peer = Peer(address)
     assert peer.read(range(300)) == [float(sums[key]) for key in range(300)]
-    assert peer.act("hello", protocol=1)["generation"] == generation
+    assert peer.act("hello", protocol=2)["generation"] == generation
     peer.close()
     assert list(tmp_path.glob("base-*"))  # it was compacted
 
@@ -92,12 +92,12 @@ def test_without_a_log_a_restart_is_another_generation(program: Callable[..., Pr
     server = program()
     client = peer(server.address)
     client.open()
-    generation = client.act("hello", protocol=1)["generation"]
+    generation = client.act("hello", protocol=2)["generation"]
     client.send(client.frame(push=[1], sequence=1, generation=generation))
     server.stop(signal.SIGKILL)
     again = program(listen=server.address)
     client = peer(again.address)
-    assert client.act("hello", protocol=1)["generation"] not in (generation, 0)
+    assert client.act("hello", protocol=2)["generation"] not in (generation, 0)
     client.open()
     for frame in (
         client.frame(push=[1], sequence=2, generation=generation),
@@ -118,11 +118,11 @@ def test_snapshot_on_exit_is_taken_up_by_the_next_start(program: Callable[..., P
     client = peer(server.address, worker=5)
     client.open()
     client.push([1, 2], delta=3.0)
-    hello = client.act("hello", protocol=1)
+    hello = client.act("hello", protocol=2)
     assert server.stop() == 0
     again = program(*options, listen=server.address)
     client = peer(again.address, worker=5)
-    assert client.act("hello", protocol=1) == hello
+    assert client.act("hello", protocol=2) == hello
     client.send(client.frame(push=[1, 2], sequence=1))  # applied before the stop
     client.push([2], sequence=2)
     assert client.read([1, 2]) == [3.0, 4.0]
@@ -142,13 +142,13 @@ def test_an_old_exit_snapshot_is_not_taken_for_the_present(
     client = peer(server.address)
     client.open()
     client.push([1])
-    generation = client.act("hello", protocol=1)["generation"]
+    generation = client.act("hello", protocol=2)["generation"]
     server.stop()
     second = program(*options)
     second.stop(signal.SIGKILL)
     third = program(*options)
     client = peer(third.address)
-    assert client.act("hello", protocol=1)["generation"] != generation
+    assert client.act("hello", protocol=2)["generation"] != generation
     assert client.act("stats")["rows"] == 0
     assert "starting empty" in third.errors
     (base,) = tmp_path.glob("base-*")

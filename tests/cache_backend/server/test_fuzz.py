@@ -25,7 +25,7 @@ PUSHING = Request(
     sequence=1,
     pushes=[(0, 3, 2, 1), (0, 1000, 5, 5)],
     deltas=[[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]],
-    checks=[(0, 3, 0), (0, 7, 9)],
+    checks=[(0, 3, 0, 2), (0, 7, 9, 0)],
     fetches=[(0, 3), (0, 500), (0, 7)],
 )
 ASKING = replace(PUSHING, pushes=[], deltas=[], sequence=0)
@@ -92,7 +92,7 @@ def test_random_bytes(held: Peer, seed: int) -> None:
         if not (field in ("checks", "fetches") and 0 < value < 20) and value != getattr(PUSHING, field, None)
     ]
     + [{field: value} for field in ("push_bytes", "query_bytes") for value in (0, 8, 2**32, 2**63, 2**64 - 1)]
-    + [{"push_bytes": 2**64 - 8, "query_bytes": 200}, {"push_codec": 4}, {"fetch_codec": 255}, {"version": 2}],
+    + [{"push_bytes": 2**64 - 8, "query_bytes": 200}, {"push_codec": 4}, {"fetch_codec": 255}, {"version": 1}],
     ids=str,
 )
 def test_counts_and_sizes_that_lie(held: Peer, false: dict[str, int]) -> None:
@@ -212,8 +212,8 @@ def test_an_exchange_by_another_name(held: Peer) -> None:
         ("hello", b""),
         ("hello", b"\xff\xfe"),
         ("hello", b"[1]"),
-        ("hello", b'{"protocol": 2}'),
-        ("hello", b'{"protocol": 1, "more": 1}'),
+        ("hello", b'{"protocol": 1}'),
+        ("hello", b'{"protocol": 2, "more": 1}'),
         ("open", b'{"tables": 5, "ids": null}'),
         ("open", b'{"tables": [{"name": "x"}], "ids": null}'),
         ("open", b'{"tables": [], "ids": [1]}'),

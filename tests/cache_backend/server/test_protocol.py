@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,31 +16,26 @@ from cache_backend import _table
 
 # Two pushes, one check, three fetches, of rows of two weights and one optimizer value.
 REQUEST = bytes.fromhex(
-    "48455451bd65541768c781740100000002000000010000000a0000000200000001000000030000000000000000000000"
-    "07000000000000008877665544332211990000000000000005000000000000007000000000000000580000000000000000"
-    "00000000000000"
-    "0000000000000000"  # push tables: 0, 0 in no bits
+    "48455451291e06f6a99908f8020000000200000001000000020000000100000003000000000000000000000000000000"
+    "070000000000000088776655443322119900000000000000050000000000000070000000000000006800000000000000"
+    "00000000000000000000000000000000"  # push tables: 0, 0 in no bits
     "fdffffffffffffff0600000000000000c00a000000000000"  # push keys: -3 + (0, 43) in 6 bits
-    "02000000000000000300000000000000"  # clocks: 2 + (0, 4) in 3 bits
-    "2000000000000000"
-    "01000000000000000200000000000000"  # updates: 1 + (0, 3) in 2 bits
-    "0c00000000000000"
-    "0000003f000080bf000000400000000000"  # deltas
-    "00803f0000803e"
-    "00000000000000000000000000000000"  # check tables, keys, clocks
+    "020000000000000003000000000000002000000000000000"  # clocks: 2 + (0, 4) in 3 bits
+    "010000000000000002000000000000000c00000000000000"  # updates: 1 + (0, 3) in 2 bits
+    "0000003f000080bf00000040000000000000803f0000803e"  # deltas
+    "00000000000000000000000000000000"  # check tables, keys, clocks, staleness
     "28000000000000000000000000000000"
     "03000000000000000000000000000000"
+    "0a000000000000000000000000000000"
     "00000000000000000000000000000000"  # fetch tables, keys
-    "fdffffffffffffff0600000000000000"
-    "00b2020000000000"
+    "fdffffffffffffff060000000000000000b2020000000000"
 )
 REPLY = bytes.fromhex(
-    "48455452adbabc8901000000020000000100000003000000020000000000000007000000000000000500000000000000"
+    "48455452e792ddfe02000000020000000100000003000000020000000000000007000000000000000500000000000000"
     "0200000000000000"  # the second fetch is fresh
-    "02000000000000000300000000000000"  # clocks: 2 + (0, 4) in 3 bits
-    "2000000000000000"
-    "0000003f000080bf000020400000000000"  # rows
-    "00803f0000403f"
+    "020000000000000003000000000000002000000000000000"  # clocks: 2 + (0, 4) in 3 bits
+    "0000003f000080bf00002040000000000000803f0000403f"  # rows
+    "000000000000000001000000000000000400000000000000"  # lags: the third count is 1
     "00000000000000000000000000000000"  # no stale checks
     "00000000000000000000000000000000"
 )
@@ -50,10 +46,9 @@ MEANING = Request(
     session=0x99,
     sequence=5,
     generation=7,
-    staleness=10,
     pushes=[(0, -3, 2, 1), (0, 40, 6, 4)],
     deltas=[[0.5, -1.0, 2.0], [0.0, 1.0, 0.25]],
-    checks=[(0, 40, 3)],
+    checks=[(0, 40, 3, 10)],
     fetches=[(0, -3), (0, 5), (0, 40)],
 )
 
@@ -73,7 +68,6 @@ def native(request: Request) -> bytes:
             generation=request.generation,
             dim=request.dim,
             state_dim=request.state_dim,
-            staleness=request.staleness,
             push_codec=request.push_codec,
             fetch_codec=request.fetch_codec,
             push_tables=column(request.pushes, 0, np.int32),
@@ -84,6 +78,7 @@ def native(request: Request) -> bytes:
             check_tables=column(request.checks, 0, np.int32),
             check_keys=column(request.checks, 1),
             check_clocks=column(request.checks, 2),
+            check_staleness=column(request.checks, 3),
             fetch_tables=column(request.fetches, 0, np.int32),
             fetch_keys=column(request.fetches, 1),
         )
@@ -118,6 +113,7 @@ def test_golden_reply() -> None:
     read = decode_reply(REPLY)
     assert (read.generation, read.sequence) == (7, 5)
     assert read.fetched == [(2, [0.5, -1.0, 2.5]), None, (6, [0.0, 1.0, 0.75])]
+    assert read.lags == [0, 0, 1, *[0] * 15]  # 6 - 3 is 2 or 3
     assert read.stale == []
 
 
@@ -125,6 +121,7 @@ I64 = st.integers(-(2**63), 2**63 - 1)
 U64 = st.integers(0, 2**64 - 1)
 TABLES = st.integers(0, 2**16 - 1)
 CLOCK = st.integers(0, 2**47)
+STALENESS = st.integers(0, 2**63 - 1) | st.integers(0, 3)
 
 
 @st.composite
@@ -139,12 +136,11 @@ def requests(draw: st.DrawFn) -> Request:
         dim,
         state_dim,
         *(draw(U64) for _ in range(4)),
-        staleness=draw(st.integers(0, 2**32 - 1)),
         push_codec=draw(st.integers(0, 3)),
         fetch_codec=draw(st.integers(0, 3)),
         pushes=[(*name, max(a, b), max(a, b) - min(a, b)) for name, a, b in pushes],
         deltas=[draw(row) for _ in pushes],
-        checks=[(*name, clock) for name, clock in draw(st.lists(st.tuples(name, CLOCK), max_size=6))],
+        checks=[(*name, clock, s) for name, clock, s in draw(st.lists(st.tuples(name, CLOCK, STALENESS), max_size=6))],
         fetches=draw(st.lists(name, max_size=70)),
     )
 
@@ -203,9 +199,12 @@ def test_replies_say_what_the_rules_say(request: Request) -> None:
             assert_rows_close(request.fetch_codec, request.dim, got[1], rows[name].tolist())
     stale = [
         i
-        for i, (number, key, clock) in enumerate(request.checks)
-        if (number, key) in rows and clocks[number, key] > clock + request.staleness
+        for i, (number, key, clock, staleness) in enumerate(request.checks)
+        if (number, key) in rows and clocks[number, key] > clock + staleness
     ]
+    lags = [clocks.get((number, key), 0) - clock for number, key, clock, _ in request.checks]
+    bounds = [-math.inf, *(2**i for i in range(17)), math.inf]
+    assert reply.lags == [sum(low <= lag < high for lag in lags) for low, high in pairwise(bounds)]
     assert [index for index, _, _ in reply.stale] == stale
     for index, clock, row in reply.stale:
         name = request.checks[index][:2]
@@ -213,17 +212,17 @@ def test_replies_say_what_the_rules_say(request: Request) -> None:
         assert_rows_close(request.fetch_codec, request.dim, row, rows[name].tolist())
 
 
-@pytest.mark.parametrize("version", [0, 2, 65535])
+@pytest.mark.parametrize("version", [0, 1, 65535])
 def test_another_version_is_refused_by_name(version: int) -> None:
     frame = np.frombuffer(encode_request(MEANING, version=version), np.uint8)
-    with pytest.raises(_table.WireError, match=f"protocol version {version}, this side speaks 1"):
+    with pytest.raises(_table.WireError, match=f"protocol version {version}, this side speaks 2"):
         _table.parse_request(frame, 100)
 
 
 @pytest.mark.parametrize("clock", [-1, 2**48, 2**63 - 1])
 def test_clocks_beyond_48_bits_are_refused(clock: int) -> None:
     for request in (
-        replace(MEANING, checks=[(0, 40, clock)]),
+        replace(MEANING, checks=[(0, 40, clock, 1)]),
         replace(MEANING, pushes=[(0, 1, clock, 0), (0, 2, 5, 1)]),
     ):
         frame = np.frombuffer(encode_request(request), np.uint8)

@@ -89,7 +89,7 @@ def test_a_token(program: Callable[..., Program], peer, tmp_path: Path) -> None:
         for call in (
             lambda c=client: c.push([1], sequence=1),
             lambda c=client: c.read([1]),
-            lambda c=client: c.act("hello", protocol=1),
+            lambda c=client: c.act("hello", protocol=2),
             lambda c=client: c.act("health"),
             lambda c=client: c.act("restore", folder="/tmp"),
             lambda c=client: list(c.client.list_actions(c.options)),
@@ -108,7 +108,7 @@ def test_tls(program: Callable[..., Program], peer, authorities: tuple[Authority
     plain = server.address.replace("grpc+tls", "grpc")
     for address, how in ((plain, {}), (server.address, foreign.trust()), (server.address, {})):
         with pytest.raises(NO_CONNECTION):
-            peer(address, **how).act("hello", protocol=1)
+            peer(address, **how).act("hello", protocol=2)
     assert server.process.poll() is None
 
 
@@ -118,11 +118,11 @@ def test_mutual_tls(program: Callable[..., Program], peer, authorities: tuple[Au
     use(peer(server.address, **ours.trust(), **ours.identity()))
     for identity in ({}, foreign.identity()):
         client = peer(server.address, **ours.trust(), **identity)
-        for call in (lambda c=client: c.act("hello", protocol=1), lambda c=client: c.push([1], sequence=1)):
+        for call in (lambda c=client: c.act("hello", protocol=2), lambda c=client: c.push([1], sequence=1)):
             with pytest.raises(NO_CONNECTION):
                 call()
     with pytest.raises(NO_CONNECTION):
-        peer(server.address.replace("grpc+tls", "grpc")).act("hello", protocol=1)
+        peer(server.address.replace("grpc+tls", "grpc")).act("hello", protocol=2)
     assert peer(server.address, **ours.trust(), **ours.identity()).read([1]) == [1.0]
 
 
@@ -133,7 +133,7 @@ def test_tls_and_token(
     server = program(*ours.server_options(), "--token-file", token_file(tmp_path))
     use(peer(server.address, token=f"Bearer {TOKEN}", **ours.trust()))
     with pytest.raises(fl.FlightUnauthenticatedError):
-        peer(server.address, **ours.trust()).act("hello", protocol=1)
+        peer(server.address, **ours.trust()).act("hello", protocol=2)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.1", "ps0.example"])

@@ -23,15 +23,15 @@ from cache_backend.server.options import parse
 def test_says_where_it_serves(program: Callable[..., Program], peer) -> None:
     server = program("--shard", "2/3", "--clock", "sum")
     assert re.fullmatch(r"hetrec-ps: shard 2/3 serving on grpc://127\.0\.0\.1:\d+", server.lines[-1])
-    hello = peer(server.address).act("hello", protocol=1)
-    assert (hello["protocol"], hello["shard"], hello["shards"], hello["clock"]) == (1, 2, 3, "sum")
+    hello = peer(server.address).act("hello", protocol=2)
+    assert (hello["protocol"], hello["shard"], hello["shards"], hello["clock"]) == (2, 2, 3, "sum")
     assert hello["generation"] > 0
     assert hello["release"]
 
 
 def test_another_protocol_version_is_refused_by_name(standing: Program, peer) -> None:
-    with pytest.raises(pa.ArrowInvalid, match=r"protocol version 2, this server speaks 1 .*same release"):
-        peer(standing.address).act("hello", protocol=2)
+    with pytest.raises(pa.ArrowInvalid, match=r"protocol version 1, this server speaks 2 .*same release"):
+        peer(standing.address).act("hello", protocol=1)
 
 
 def test_health_stats_and_schemas(standing: Program, peer) -> None:
