@@ -6,9 +6,10 @@ import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class _GroupPlan:
     grads: list[Tensor] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(eq=False)
 class _BatchPlan:
     """A batch between its plan and its update. ``replies`` runs in the background; None once it is committed.
     ``failed``: they ended in an error that was raised."""
@@ -46,6 +47,7 @@ class _BatchPlan:
     groups: list[_GroupPlan]
     replies: Future[list[ExchangeReply]] | None
     failed: bool = False
+    stepped: set[int] = field(default_factory=set)  # the groups that backward has stepped
 
 
 @dataclass
@@ -94,6 +96,7 @@ class HetEmbeddingBagCollection(nn.Module):
         self._output_dims = [table.embedding_dim for table in tables for _ in table.feature_names]
         self._groups: list[_Group] = []
         self._store: EmbeddingStore | None = None
+        self._lr_in_backward: Callable[[], float] | None = None
         self._forget_batches()
         # Gives the lookup a place in the autograd graph; a plain attribute, so that no optimizer or DDP sees it.
         self._leaf = torch.empty(0, requires_grad=True)
@@ -177,6 +180,8 @@ class HetEmbeddingBagCollection(nn.Module):
                 batch.
         """
         self._expect_open()
+        if self._lr_in_backward is not None:
+            self.discard()  # what no gradient reached
         self._give_back_ahead(until=features)
         if not self._ahead:
             self._ahead.append(self._plan(features))
@@ -199,30 +204,21 @@ class HetEmbeddingBagCollection(nn.Module):
         if not self._begun or self._begun[-1].features is not features:
             self.begin(features)
         plan = self._begun[-1]
-        pooled = [_Lookup.apply(self._leaf, group, part) for group, part in zip(self._groups, plan.groups, strict=True)]
-        return self._output(pooled)
+        return self._output([_Lookup.apply(self._leaf, self, plan, i) for i in range(len(self._groups))])
 
     def step(self, lr: float) -> None:
         """Apply the gradients of all batches since the last step as one optimizer step a row, and unpin the batches."""
         begun, self._begun = self._begun, []
-        for i, group in enumerate(self._groups):
-            parts = [plan.groups[i] for plan in begun]
-            if len(parts) == 1 and len(parts[0].grads) == 1:
-                part = parts[0]
-                group.cache.update_bags(
-                    part.cache,
-                    part.grads[0],
-                    part.bags.bag_of,
-                    part.bags.offsets,
-                    part.bags.weights,
-                    group.features.mean,
-                    self._scale,
-                    lr,
-                )
-                continue
-            self._step_accumulated(group, parts, lr)
-            for part in parts:
-                group.cache.release(part.cache)
+        for i in range(len(self._groups)):
+            self._step_group(i, begun, lr)
+
+    def step_in_backward(self, lr: Callable[[], float]) -> None:
+        """From now on backward applies each batch's gradients as it makes them, as TorchRec's fused optimizers do.
+
+        Args:
+            lr: says the learning rate, at every step.
+        """
+        self._lr_in_backward = lr
 
     def discard(self) -> None:
         """Give up the batches since the last step: their gradients are dropped, their rows unpinned."""
@@ -338,7 +334,39 @@ class HetEmbeddingBagCollection(nn.Module):
             self._release(self._ahead.popleft())
 
     def _release(self, plan: _BatchPlan) -> None:
-        for group, part in zip(self._groups, plan.groups, strict=True):
+        for i, (group, part) in enumerate(zip(self._groups, plan.groups, strict=True)):
+            if i not in plan.stepped:
+                group.cache.release(part.cache)
+
+    def _gradient_arrived(self, plan: _BatchPlan, i: int, grad: Tensor) -> None:
+        if i in plan.stepped:
+            raise RuntimeError("a batch whose gradients were applied in backward went through backward again")
+        plan.groups[i].grads.append(grad)
+        if self._lr_in_backward is None:
+            return
+        self._step_group(i, [plan], self._lr_in_backward())
+        plan.stepped.add(i)
+        if len(plan.stepped) == len(self._groups):
+            self._begun.remove(plan)
+
+    def _step_group(self, i: int, plans: Sequence[_BatchPlan], lr: float) -> None:
+        group = self._groups[i]
+        parts = [plan.groups[i] for plan in plans]
+        if len(parts) == 1 and len(parts[0].grads) == 1:
+            part = parts[0]
+            group.cache.update_bags(
+                part.cache,
+                part.grads[0],
+                part.bags.bag_of,
+                part.bags.offsets,
+                part.bags.weights,
+                group.features.mean,
+                self._scale,
+                lr,
+            )
+            return
+        self._step_accumulated(group, parts, lr)
+        for part in parts:
             group.cache.release(part.cache)
 
     def _step_accumulated(self, group: _Group, parts: list[_GroupPlan], lr: float) -> None:
@@ -402,19 +430,20 @@ class HetEmbeddingBagCollection(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """The pooled lookup. Its gradient goes nowhere in autograd: it stays with the batch until the optimizer's step."""
+    """The pooled lookup of one group. Its gradient goes nowhere in autograd: it stays with the batch until the step."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, group: _Group, part: _GroupPlan) -> Tensor:
-        ctx.part = part
+    def forward(ctx: Any, leaf: Tensor, collection: HetEmbeddingBagCollection, plan: _BatchPlan, i: int) -> Tensor:
+        ctx.gradient_arrived = partial(collection._gradient_arrived, plan, i)
+        group, part = collection._groups[i], plan.groups[i]
         return group.cache.lookup(
             part.cache, part.bags.bag_of, part.bags.offsets, part.bags.weights, group.features.mean
         )
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.part.grads.append(grad.float().contiguous())
-        return None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+        ctx.gradient_arrived(grad.float().contiguous())
+        return None, None, None, None
 
 
 def _schema(table: EmbeddingBagConfig, optimizer: EmbeddingOptimizer, seed: int) -> TableSchema:

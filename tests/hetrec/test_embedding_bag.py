@@ -327,6 +327,44 @@ def test_accumulated_gradients_make_one_step() -> None:
         torch.testing.assert_close(got.double(), plain.weights["t"].detach(), rtol=0, atol=5e-6)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
+def test_a_step_in_backward_is_the_step_after_it(optimizer: EmbeddingOptimizer) -> None:
+    generator = torch.Generator().manual_seed(3)
+    batches = [random_batch(["x", "y", "z", "w"], 24, 60, generator) for _ in range(10)]
+    rows = []
+    for in_backward in (False, True):
+        collection = opened(tables_of_every_kind(), optimizer, CacheConfig(rows=64, staleness=2))
+        lr = 0.0
+        if in_backward:
+            collection.step_in_backward(lambda: lr)  # noqa: B023  # the value of the moment is what is wanted
+        for i, features in enumerate(batches):
+            collection.begin(features, batches[i + 1 :])
+            lr = 0.1 * (i % 3)
+            collection(features).values().square().sum().backward()
+            if not in_backward:
+                collection.step(lr)
+        collection.flush()
+        rows.append([stored_rows(collection, config) for config in collection.embedding_bag_configs()])
+        assert collection.stats().steps == 10
+    for after, in_it in zip(*rows, strict=True):
+        assert torch.equal(after, in_it)
+
+
+def test_a_step_in_backward_happens_once() -> None:
+    collection = opened(tables_of_every_kind(), EmbeddingOptimizer("sgd"))
+    collection.step_in_backward(lambda: 0.1)
+    features = batch(["x", "y", "z", "w"], [[1], [2], [3], [4]])
+    loss = collection(features).values().square().sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="went through backward again"):
+        loss.backward()
+    collection(features)  # no gradient comes
+    collection(batch(["x", "y", "z", "w"], [[9]] * 4))
+    for group in collection._groups:
+        in_use = group.cache.meta.view(torch.int32)[:, 6].sum()
+        assert int(in_use) == (2 if group.cache.dim == 4 else 1)  # of the last batch alone: row 9 of each table
+
+
 def test_a_skipped_step_leaves_rows_and_clocks() -> None:
     collection = opened([table("t", ["x"])], cache=CacheConfig(rows=32))
     features = batch(["x"], [[k] for k in range(50)])
