@@ -8,9 +8,10 @@ that come back. Batches are committed in the order in which they were planned, a
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,6 +64,7 @@ class Cache:
         store: where the tables live.
         staleness: the bound s.
         policy: decides which row leaves a full set (see ``CacheConfig``).
+        table_staleness: other bounds for single tables, by their names.
     """
 
     def __init__(
@@ -73,12 +75,14 @@ class Cache:
         store: EmbeddingStore,
         staleness: int,
         policy: str = "lru",
+        table_staleness: Mapping[str, int] | None = None,
     ) -> None:
         self.capacity = -(-rows // WAYS) * WAYS
         self.dim = dim
         self.optimizer = optimizer
         self.state_dim = optimizer.state_dim(dim)
-        self.staleness = staleness
+        self._staleness = staleness
+        self._table_staleness = dict(table_staleness or {})
         self._policy = POLICIES[policy]
         self.stats = CacheStats()
         self._store = store
@@ -96,7 +100,10 @@ class Cache:
         self._spill_in_use = False
         self._unanswered: tuple[Tensor, ExchangeRequest] | None = None
         schemas = self._store.schemas()
-        self._bounds = torch.full((len(schemas),), self.staleness)  # the bound s, by table id
+        #: int64 (tables,): the bound s, by table id.
+        self.staleness = torch.tensor(
+            [self._table_staleness.get(schema.name, self._staleness) for schema in schemas], dtype=torch.int64
+        )
         # The seed's 64 bits, as the int64 that torch has.
         seeds = [schema.seed - (1 << 64) if schema.seed >= 1 << 63 else schema.seed for schema in schemas]
         self._init_seeds = torch.tensor(seeds, dtype=torch.int64)
@@ -116,7 +123,7 @@ class Cache:
             rows.tables,
             self._policy,
             self._tick,
-            self._bounds,
+            self.staleness,
             self._spill_in_use,
             not self._store.exclusive,
         )
@@ -132,7 +139,7 @@ class Cache:
                 rows.tables[checks].numpy(),
                 rows.keys[checks].numpy(),
                 check_clocks.numpy(),
-                np.full(len(checks), self.staleness, np.int64),
+                self.staleness[rows.tables[checks]].numpy(),
             ),
             Fetch(rows.tables[fetch].numpy(), rows.keys[fetch].numpy()),
         )
@@ -295,6 +302,7 @@ class Cache:
     def _count_reply(self, reply: ExchangeReply) -> None:
         self.stats.bytes_sent += reply.bytes_sent
         self.stats.bytes_received += reply.bytes_received
+        self.stats.lags += Counter({lag_bin: n for lag_bin, n in enumerate(reply.lags.tolist()) if n})
 
 
 def _push_arrays(push: list[Tensor]) -> Push:

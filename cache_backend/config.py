@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = ["POLICIES", "CacheConfig", "EmbeddingOptimizer"]
@@ -21,6 +21,7 @@ class CacheConfig:
         fraction: rows kept as a share of the tables' rows; needs tables with a size, or data that knows how many
             distinct keys it holds.
         staleness: the bound s. A cached row may miss up to s updates of others, and hold back up to s of its own.
+        table_staleness: other bounds for single tables, by their names.
         policy: which row leaves when a set is full. ``lru``: the one whose last use is longest ago. ``lfu``: the one
             that the fewest batches used since it came.
         prefetch_depth: batches whose exchange with the store is under way while the current one computes, as far as
@@ -30,6 +31,7 @@ class CacheConfig:
     rows: int | None = None
     fraction: float | None = None
     staleness: int = 100
+    table_staleness: dict[str, int] = field(default_factory=dict)
     policy: Literal["lru", "lfu"] = "lru"
     prefetch_depth: int = 1
 
@@ -44,6 +46,9 @@ class CacheConfig:
             raise ValueError(f"cache.fraction must be in (0, 1], got {self.fraction}")
         if self.staleness < 0:
             raise ValueError(f"cache.staleness must be 0 or more updates, got {self.staleness}")
+        for table, bound in self.table_staleness.items():
+            if bound < 0:
+                raise ValueError(f"cache.table_staleness[{table}] must be 0 or more updates, got {bound}")
         if self.prefetch_depth < 0:
             raise ValueError(f"cache.prefetch_depth must be 0 or more batches, got {self.prefetch_depth}")
         if self.policy not in POLICIES:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import dataclass, field, fields
 
-__all__ = ["CacheStats"]
+from cache_backend._table import LAG_BINS
+
+__all__ = ["LAG_BINS", "CacheStats", "lag_of_bin"]
+
+
+def lag_of_bin(lag_bin: int) -> int:
+    """The largest lag that bin ``lag_bin`` of ``CacheStats.lags`` counts (the last one counts larger ones too)."""
+    return (1 << lag_bin) - 1
 
 
 @dataclass
@@ -12,7 +20,10 @@ class CacheStats:
     """Counters since the start. Rows are counted per step and unique row, bytes as payload before any encoding.
 
     ``wait_s``: seconds a step waited for its exchange. ``overflow``: rows that found their set full of rows in use
-    and went through without being kept.
+    and went through without being kept. ``lags``: observed staleness. Whenever the store looked at the clock of a
+    cached row: by how much the row's global clock was ahead of it, that is how many updates by others the row had
+    missed (with ``clock: lamport``, at least how many). Bin 0 counts the rows that had missed none, bin i those whose
+    lag has i binary digits, the last of the ``LAG_BINS`` all larger ones.
     """
 
     steps: int = 0
@@ -28,6 +39,7 @@ class CacheStats:
     bytes_sent: int = 0
     bytes_received: int = 0
     wait_s: float = 0.0
+    lags: Counter[int] = field(default_factory=Counter)
 
     @property
     def hit_rate(self) -> float:

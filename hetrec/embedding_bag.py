@@ -140,10 +140,16 @@ class HetEmbeddingBagCollection(nn.Module):
 
         Raises:
             RuntimeError: already open.
-            ValueError: ``cache.fraction`` without known table sizes; a table the store holds in another format.
+            ValueError: ``cache.fraction`` without known table sizes; ``cache.table_staleness`` for a table that there
+                is not; a table the store holds in another format.
         """
         if self.is_open:
             raise RuntimeError("the collection is already open; close() it first")
+        names = [table.name for table in self._tables]
+        if unknown := sorted(set(cache.table_staleness) - set(names)):
+            raise ValueError(
+                f"cache.table_staleness names {', '.join(unknown)}, but there are these tables: {', '.join(names)}"
+            )
         schemas = [_schema(table, optimizer, seed) for table in self._tables]
         table_ids = dict(zip((s.name for s in schemas), store.open(schemas), strict=True))
         by_dim: dict[int, list[EmbeddingBagConfig]] = {}
@@ -160,7 +166,10 @@ class HetEmbeddingBagCollection(nn.Module):
                 [table.pooling == PoolingType.MEAN for table, _ in readers],
             )
             self._groups.append(
-                _Group(features, Cache(capacity[dim], dim, optimizer, store, cache.staleness, cache.policy))
+                _Group(
+                    features,
+                    Cache(capacity[dim], dim, optimizer, store, cache.staleness, cache.policy, cache.table_staleness),
+                )
             )
         self._store = store
         self._scale = 1.0 / world_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAUROC
 from torchmetrics.utilities.data import dim_zero_cat
 
-from cache_backend import CacheStats
+from cache_backend.stats import LAG_BINS, CacheStats, lag_of_bin
 
 __all__ = ["AUROC", "EvaluationMetrics", "TrainingMeter"]
 
@@ -63,8 +64,14 @@ class EvaluationMetrics(nn.Module):
         return figures
 
 
+_COUNTERS = (
+    *("steps", "unique", "hits", "fetched", "pushed", "evicted", "stale", "overflow"),
+    *("bytes_sent", "bytes_received", "wait_s"),
+)
+
+
 class TrainingMeter:
-    """Speed, hit rate and traffic of training.
+    """Speed, hit rate, traffic and observed staleness of training.
 
     The clock stands still between ``pause`` and ``resume``, so evaluation does not count as training time.
 
@@ -108,20 +115,39 @@ class TrainingMeter:
         """Rates and row counts since the start (all ranks must call it together)."""
         return self._figures(self._read() - self._origin)
 
+    def lags(self) -> list[int]:
+        """Observed staleness since the start, over all ranks: see ``CacheStats.lags``."""
+        return [int(n) for n in self._reduce(self._read() - self._origin)[-LAG_BINS:].tolist()]
+
     def _read(self) -> Tensor:
         running = 0.0 if self._running_since is None else time.perf_counter() - self._running_since
         s = self._stats()
-        counters = (s.steps, s.unique, s.hits, s.fetched, s.pushed, s.evicted, s.bytes_sent + s.bytes_received)
-        return torch.tensor([self._samples, self._seconds + running, *counters], dtype=torch.float64)
+        counters = [getattr(s, name) for name in _COUNTERS]
+        lags = [s.lags[lag_bin] for lag_bin in range(LAG_BINS)]
+        return torch.tensor([self._samples, self._seconds + running, 1, *counters, *lags], dtype=torch.float64)
 
     def _figures(self, delta: Tensor) -> dict[str, float]:
-        sums = self._reduce(torch.cat([delta, delta.new_ones(1)]))
-        samples, seconds, steps, unique, hits, fetched, pushed, evicted, nbytes, ranks = sums.tolist()
-        return {
+        delta[2] = 1  # counts the ranks
+        samples, seconds, ranks, *rest = self._reduce(delta).tolist()
+        s = dict(zip(_COUNTERS, rest, strict=False))
+        lags = rest[len(_COUNTERS) :]
+        figures = {
             "samples_per_s": samples / max(seconds / ranks, 1e-9),
-            "hit_rate": hits / max(unique, 1.0),
-            "rows_fetched": fetched,
-            "rows_pushed": pushed,
-            "rows_evicted": evicted,
-            "bytes_per_step": nbytes / max(steps, 1.0),  # of one rank
+            "hit_rate": s["hits"] / max(s["unique"], 1.0),
+            "exchange_wait": s["wait_s"] / max(seconds, 1e-9),
+            "rows_fetched": s["fetched"],
+            "rows_pushed": s["pushed"],
+            "rows_evicted": s["evicted"],
+            "rows_refreshed": s["stale"],
+            "rows_overflowed": s["overflow"],
+            "bytes_per_step": (s["bytes_sent"] + s["bytes_received"]) / max(s["steps"], 1.0),  # of one rank
         }
+        if any(lags):  # a store with one client has nobody to lag behind
+            figures |= {"staleness_p50": _quantile(lags, 0.5), "staleness_p99": _quantile(lags, 0.99)}
+        return figures
+
+
+def _quantile(lags: list[float], q: float) -> float:
+    """The lag that a share ``q`` of the looks did not exceed, rounded up to the end of its bin."""
+    reached = next(i for i, seen in enumerate(accumulate(lags)) if seen >= q * sum(lags))
+    return float(lag_of_bin(reached))

@@ -42,9 +42,11 @@ class CTRTask(LightningModule):
     the store that ``connect`` names; they are stepped by the same optimizer (see ``hetrec.optimizers``), so schedules,
     gradient accumulation and skipped steps treat both alike. ``gradient_clip_val`` clips the dense parameters only.
 
-    Logs ``train_loss``, ``samples_per_s``, ``hit_rate``, ``rows_fetched``, ``rows_pushed``, ``rows_evicted`` (counts
-    since the start of training), ``bytes_per_step`` (of one rank, both ways), and ``val_auc``, ``val_logloss``,
-    ``test_auc``, ``test_logloss`` over the whole epoch and all ranks.
+    Logs ``train_loss``, ``samples_per_s``, ``hit_rate``, ``exchange_wait`` (the share of the time that steps waited for
+    the store), ``rows_fetched``, ``rows_pushed``, ``rows_evicted``, ``rows_refreshed`` (at their staleness bound),
+    ``rows_overflowed`` (counts since the start of training), ``bytes_per_step`` (of one rank, both ways),
+    ``staleness_p50``, ``staleness_p99`` (observed: see ``CacheStats.lags``; where several ranks share the store), and
+    ``val_auc``, ``val_logloss``, ``test_auc``, ``test_logloss`` over the whole epoch and all ranks.
 
     Args:
         spec: columns of the data.
@@ -68,6 +70,7 @@ class CTRTask(LightningModule):
         self.val_metrics = EvaluationMetrics()
         self.test_metrics = EvaluationMetrics()
         self.training_figures: dict[str, float] = {}  # of the last fit, once it has ended
+        self.training_lags: list[int] = []  # of the last fit, over all ranks: see CacheStats.lags
         self._meter: TrainingMeter | None = None
         self._configured: list[dict[str, Any]] = []
         self._resumed: list[dict[str, Any]] | None = None
@@ -94,6 +97,11 @@ class CTRTask(LightningModule):
         self._cache = cache if cache is not None else CacheConfig()
         self._row_optimizer = optimizer if optimizer is not None else EmbeddingOptimizer()
         self._seed = seed
+
+    @property
+    def staleness(self) -> int:
+        """The bound s of tables that have none of their own."""
+        return self._cache.staleness
 
     def optimize_with(self, optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory | None = None) -> None:
         """Remembers how to make the optimizer of the dense parameters and, optionally, the scheduler on top of it.
@@ -182,6 +190,12 @@ class CTRTask(LightningModule):
                 f"{len(self.trainer.optimizers)} optimizers without it were configured: hand the optimizer to "
                 "optimize_with(), or use hetrec.optimizers.add_embedding_group in configure_optimizers()"
             )
+        known = getattr(self.trainer.datamodule, "lookahead", None)  # type: ignore[attr-defined]
+        if known is not None and 1 < self._cache.prefetch_depth > known:
+            rank_zero_warn(
+                f"cache.prefetch_depth is {self._cache.prefetch_depth}, but only data.lookahead={known} coming batches are "
+                f"known: set data.lookahead={self._cache.prefetch_depth}"
+            )
         if self.trainer.gradient_clip_val:
             rank_zero_info("gradient_clip_val clips the dense parameters only; the embedding rows are not clipped")
 
@@ -225,6 +239,7 @@ class CTRTask(LightningModule):
         assert self._meter is not None
         self._flush_all_ranks()
         self.training_figures = self._meter.total()
+        self.training_lags = self._meter.lags()
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
         total = self.trainer.strategy.reduce(values.to(self.device), reduce_op="sum")

@@ -16,7 +16,10 @@ from hetrec.task import CTRTask
 __all__ = ["RunSummary", "run_folder"]
 
 METRICS = ("val_auc", "val_logloss", "test_auc", "test_logloss")
-COUNTS = ("epochs", "steps", "rows_fetched", "rows_pushed", "rows_evicted")
+
+
+def _is_count(name: str) -> bool:
+    return name in ("epochs", "steps") or name.startswith(("rows_", "staleness_"))
 
 
 def run_folder(trainer: Trainer) -> Path:
@@ -28,9 +31,8 @@ class RunSummary(Callback):
     """Prints and writes the figures at the end of fit and of test.
 
     A test that follows a fit adds its figures to those of the fit. ``summary.json`` has the keys ``val_auc``,
-    ``val_logloss``, ``test_auc``, ``test_logloss``, ``samples_per_s``, ``hit_rate``, ``bytes_per_step``,
-    ``rows_fetched``, ``rows_pushed``, ``rows_evicted``, ``epochs`` and ``steps``, as far as the run measured them; a
-    figure that is undefined (an AUC of one class) is null.
+    ``val_logloss``, ``test_auc``, ``test_logloss``, ``epochs``, ``steps`` and the training figures that ``CTRTask``
+    logs, as far as the run measured them; a figure that is undefined (an AUC of one class) is null.
     """
 
     def __init__(self) -> None:
@@ -59,7 +61,7 @@ class RunSummary(Callback):
 
     @rank_zero_only
     def _write(self, folder: Path) -> None:
-        figures = {name: int(value) if name in COUNTS else value for name, value in self._figures.items()}
+        figures = {name: int(value) if _is_count(name) else value for name, value in self._figures.items()}
         folder.mkdir(parents=True, exist_ok=True)
         plain = {name: None if math.isnan(value) else value for name, value in figures.items()}
         (folder / "summary.json").write_text(json.dumps(plain, indent=2) + "\n")
@@ -70,7 +72,7 @@ class RunSummary(Callback):
         table.add_column()
         table.add_column(justify="right")
         for name, value in self._figures.items():
-            table.add_row(name, f"{value:.4f}" if abs(value) < 10 and name not in COUNTS else f"{value:,.0f}")
+            table.add_row(name, f"{value:.4f}" if abs(value) < 10 and not _is_count(name) else f"{value:,.0f}")
         console = Console()
         console.print(table)
         console.print(f"files of this run: {folder}", soft_wrap=True, highlight=False)

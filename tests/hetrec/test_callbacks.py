@@ -10,10 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from pytorch_lightning import seed_everything
-from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cache_backend import CacheConfig, EmbeddingOptimizer, LocalStore
-from hetrec.callbacks import PredictionWriter, RunSummary
+from hetrec.callbacks import ObservedStaleness, PredictionWriter, RunSummary
+from hetrec.callbacks.staleness import staleness_figure
 from models.wdl import WDL
 from tests.models.ctr import SIMPLE, loader, make_batches, make_trainer
 
@@ -21,7 +23,7 @@ TRAIN = make_batches(SIMPLE, 6)
 TEST = make_batches(SIMPLE, 3, seed=1)
 FIT_KEYS = {
     "val_auc", "val_logloss", "samples_per_s", "hit_rate", "rows_fetched", "rows_pushed", "rows_evicted",
-    "bytes_per_step", "epochs", "steps",
+    "bytes_per_step", "epochs", "steps", "exchange_wait", "rows_refreshed", "rows_overflowed",
 }  # fmt: skip
 
 
@@ -87,3 +89,31 @@ def test_predictions_are_a_parquet_file_in_the_order_of_the_rows(tmp_path: Path)
     assert torch.equal(torch.tensor(table["probability"].to_numpy()), torch.cat(predicted))
     assert table.num_rows == 96
     assert 0 < table["probability"].to_numpy().min() < table["probability"].to_numpy().max() < 1
+
+
+def test_observed_staleness_is_drawn_where_ranks_share_the_store(tmp_path: Path) -> None:
+    for store, drawn in ((LocalStore(), False), (LocalStore(exclusive=False), True)):
+        folder = tmp_path / str(drawn)
+        trainer = make_trainer(folder, logger=TensorBoardLogger(folder), callbacks=[ObservedStaleness(), RunSummary()])
+        seed_everything(0, verbose=False)
+        task = WDL(SIMPLE, embedding_dim=4, mlp_sizes=(8,))
+        task.connect(store, CacheConfig(rows=64), EmbeddingOptimizer(lr=0.1))
+        trainer.fit(task, loader(TRAIN))
+        run = Path(trainer.log_dir or "")
+        assert (run / "staleness.png").exists() == drawn
+        figures = json.loads((run / "summary.json").read_text())
+        assert ("staleness_p99" in figures) == drawn
+        if drawn:
+            assert figures["staleness_p99"] == 0  # nobody else writes
+            events = EventAccumulator(str(run))
+            events.Reload()
+            assert "observed staleness" in events.Tags()["images"]
+
+
+@pytest.mark.parametrize(("staleness", "at"), [(0, 0.5), (1, 1.5), (2, 2.0), (3, 2.5), (100, 6.5 + 37 / 64)])
+def test_the_bound_stands_behind_the_lags_it_allows(staleness: int, at: float) -> None:
+    """Bin i reaches from i - 0.5 to i + 0.5 and holds the lags of i binary digits: 2 and 3 share bin 2."""
+    (axes,) = staleness_figure([8, 1, 0, 1] + [0] * 14, staleness).axes
+    assert [bar.get_height() for bar in axes.containers[0]] == [80, 10, 0, 10]
+    (line,) = axes.lines
+    assert line.get_xdata()[0] == pytest.approx(at)

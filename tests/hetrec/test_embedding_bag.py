@@ -58,12 +58,6 @@ def tables_of_every_kind() -> list[EmbeddingBagConfig]:
     ]
 
 
-class Shared(LocalStore):
-    """A store that others might write to: cached rows are checked."""
-
-    exclusive = False
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -74,7 +68,7 @@ def test_training_through_the_cache_is_training_without_one(
     """64 rows for two widths: 32 each, fewer than a batch has unique keys."""
     generator = torch.Generator().manual_seed(staleness * 1000 + rows)
     config = CacheConfig(rows=rows, staleness=staleness, prefetch_depth=depth)
-    collection = opened(tables_of_every_kind(), optimizer, config, store=Shared())
+    collection = opened(tables_of_every_kind(), optimizer, config, store=LocalStore(exclusive=False))
     batches = [random_batch(["x", "y", "z", "w"], 24, 60, generator) for _ in range(25)]
     train(collection, PlainBags(collection, optimizer, dtype), batches, depth)
     stats = collection.stats()
@@ -510,6 +504,22 @@ def test_a_failed_flush_is_repeated_without_loss() -> None:
     collection.flush()
     moved = stored_rows(collection, collection.embedding_bag_configs()[0]) - before
     assert moved[:, 0].tolist() == pytest.approx([0, -2, -2] + [0] * 57)
+
+
+def test_a_bound_for_a_single_table() -> None:
+    """Table a is refreshed at every use after an update, table c, of the same width, never."""
+    tables = [table("a", ["x"]), table("c", ["y"])]
+    collection = opened(tables, cache=CacheConfig(staleness=100, table_staleness={"a": 0}))
+    features = batch(["x", "y"], [[1, 2, 3], [4]])
+    for _ in range(5):
+        collection(features).values().sum().backward()
+        collection.step(lr=0.1)
+    stats = collection.stats()
+    assert (stats.misses, stats.stale, stats.hits) == (4, 3 * 4, 4)
+    with pytest.raises(ValueError, match="names b, z, but there are these tables: a, c"):
+        opened(tables, cache=CacheConfig(table_staleness={"z": 1, "b": 1, "a": 2}))
+    with pytest.raises(ValueError, match=r"table_staleness\[a\] must be 0 or more updates, got -1"):
+        CacheConfig(table_staleness={"a": -1})
 
 
 def test_life_cycle_errors() -> None:

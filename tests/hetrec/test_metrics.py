@@ -88,6 +88,27 @@ def test_ranks_add_up() -> None:
     assert (figures["hit_rate"], figures["rows_pushed"], figures["bytes_per_step"]) == (0.5, 28, 300)
 
 
+def test_staleness_quantiles_are_the_ends_of_their_bins() -> None:
+    stats = CacheStats()
+    meter = TrainingMeter(lambda: CacheStats() + stats, lambda values: values * 2)
+    assert "staleness_p50" not in meter.total()
+    stats.lags.update({0: 60, 3: 39, 7: 1})  # lags of 0, 4 to 7, 64 to 127
+    figures = meter.total()
+    assert (figures["staleness_p50"], figures["staleness_p99"]) == (0, 7)
+    assert meter.lags() == [120, 0, 0, 78, 0, 0, 0, 2] + [0] * 10
+    meter.window()
+    stats.lags.update({7: 5})
+    assert meter.window()["staleness_p50"] == 127
+
+
+def test_the_share_of_time_that_steps_waited() -> None:
+    stats = CacheStats()
+    meter = TrainingMeter(lambda: CacheStats() + stats, lambda values: values * 2)
+    meter._seconds = 4.0  # no clock in tests
+    stats.wait_s = 1.0
+    assert meter.total()["exchange_wait"] == pytest.approx(0.25)
+
+
 def test_auc_of_many_random_samples_agrees_with_sklearn() -> None:
     rng = np.random.default_rng(0)
     for size in (2, 10, 333):
