@@ -11,7 +11,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cache_backend._table import EmbeddingTable, answer, apply_push, check_tables, parse_request, push_part, shards
+from cache_backend._table import (
+    EmbeddingTable,
+    Request,
+    answer,
+    apply_push,
+    check_tables,
+    parse_request,
+    push_part,
+    shards,
+)
 from cache_backend.server.errors import WrongGeneration
 from cache_backend.server.sessions import Sessions
 from cache_backend.snapshot import read_snapshot, write_rows_files
@@ -23,7 +32,6 @@ __all__ = ["Exchanged", "Format", "Journal", "Shard"]
 Format = tuple[int, int]
 
 MAX_TABLES = 1 << 16
-_FETCH_CODEC_AT = 15  # byte of a request that names the codec of its reply (PROTOCOL.md)
 
 
 class Journal(Protocol):
@@ -140,19 +148,19 @@ class Shard:
             ValueError: a malformed frame (WireError), or a request beyond the limits; nothing has changed.
             WrongGeneration: the client relies on a state that this shard does not have.
         """
-        head = parse_request(frame, self._max_rows)
-        self.check_generation(head["generation"])
-        table = self._group(head["dim"], head["state_dim"])
-        self._check_reply_size(frame, head)
-        check_tables(table, frame)
+        request = parse_request(frame, self._max_rows)
+        self.check_generation(request.generation)
+        table = self._group(request.dim, request.state_dim)
+        self._check_reply_size(request)
+        check_tables(table, request)
         duplicate, change = False, None
-        if head["pushes"]:
-            duplicate, change = self._push(frame, head)
-            table = self._group(head["dim"], head["state_dim"])
-        reply = answer(table, frame, self.generation)
+        if request.pushes:
+            duplicate, change = self._push(request, frame)
+            table = self._group(request.dim, request.state_dim)
+        reply = answer(table, request, self.generation)
         if change is not None and self.journal is not None:
             self.journal.wait(change)
-        return Exchanged(reply, head["pushes"], head["checks"], head["fetches"], duplicate)
+        return Exchanged(reply, request.pushes, request.checks, request.fetches, duplicate)
 
     def check_generation(self, known: int) -> None:
         """
@@ -165,18 +173,17 @@ class Shard:
                 f"restarted without its rows. Restore the last snapshot and resume from its checkpoint"
             )
 
-    def _push(self, frame: np.ndarray, head: dict[str, int]) -> tuple[bool, int | None]:
-        sequence = head["sequence"]
-        if sequence == 0:
+    def _push(self, request: Request, frame: np.ndarray) -> tuple[bool, int | None]:
+        if request.sequence == 0:
             raise ValueError("a request that pushes rows needs a sequence number from 1; 0 is for reading")
-        key = head["worker"], head["session"]
-        record = frame if self.journal is None else push_part(frame)
+        key = request.worker, request.session
+        record = frame if self.journal is None else push_part(request, frame)
         with self.lock:
-            if self.sessions.is_applied(key, sequence):
+            if self.sessions.is_applied(key, request.sequence):
                 # Its first arrival may still be on its way to the disk.
                 return True, None if self.journal is None else self.journal.last
-            apply_push(self._group(head["dim"], head["state_dim"]), frame, self.clock)
-            self.sessions.mark(key, sequence, time.monotonic())
+            apply_push(self._group(request.dim, request.state_dim), request, self.clock)
+            self.sessions.mark(key, request.sequence, time.monotonic())
             return False, None if self.journal is None else self.journal.append_push(record)
 
     def _group(self, dim: int, state_dim: int) -> EmbeddingTable:
@@ -187,10 +194,10 @@ class Shard:
                 f"no table with {dim} weights and {state_dim} optimizer values a row is open; open() it first"
             ) from None
 
-    def _check_reply_size(self, frame: np.ndarray, head: dict[str, int]) -> None:
+    def _check_reply_size(self, request: Request) -> None:
         """A short request can ask for any number of long rows; room for the reply is made only within the limit."""
-        row = encoded_row_bytes(int(frame[_FETCH_CODEC_AT]), head["dim"], head["state_dim"])
-        rows = head["fetches"] + head["checks"]
+        row = encoded_row_bytes(request.fetch_codec, request.dim, request.state_dim)
+        rows = request.fetches + request.checks
         if rows * row > self._max_message_bytes:
             raise ValueError(
                 f"the reply may hold {rows} rows of {row} bytes, the limit is {self._max_message_bytes} bytes; split "

@@ -387,13 +387,13 @@ class LogStorage:
                 declare(shard.groups, number, shard.schemas[number])
         elif kind == PUSH:
             frame = np.frombuffer(payload, np.uint8)
-            head = parse_request(frame, _ANY_ROWS)
-            group = shard.groups[head["dim"], head["state_dim"]]
-            held = cuts.get(f"{head['dim']}x{head['state_dim']}", np.zeros(BUCKETS, np.int64)) >= change
+            request = parse_request(frame, _ANY_ROWS)
+            group = shard.groups[request.dim, request.state_dim]
+            held = cuts.get(f"{request.dim}x{request.state_dim}", np.zeros(BUCKETS, np.int64)) >= change
             if not held.any():
-                apply_push(group, frame, shard.clock)
+                apply_push(group, request, shard.clock)
             elif not held.all():
-                apply_push(group, frame, shard.clock, held.view(np.uint8))
-            shard.sessions.mark((head["worker"], head["session"]), head["sequence"], time.monotonic())
+                apply_push(group, request, shard.clock, held.view(np.uint8))
+            shard.sessions.mark((request.worker, request.session), request.sequence, time.monotonic())
         else:
             raise LogError(f"{where} is of an unknown kind {kind!r}; a newer release wrote it")

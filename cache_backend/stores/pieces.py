@@ -30,10 +30,12 @@ class Answer:
 
 @dataclass
 class Piece:
-    """What travels in one frame. ``sequence``: its number at the shard, 0 until it has one."""
+    """What travels in one frame. ``sequence``: its number at the shard, 0 until it has one. ``frame``: as it was sent,
+    until it is answered."""
 
     request: ExchangeRequest
     sequence: int = 0
+    frame: np.ndarray | None = None
     answer: Answer | None = None
 
 

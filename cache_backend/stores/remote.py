@@ -40,6 +40,9 @@ RowCodec = Literal["fp32", "fp16", "bf16", "int8"]
 CODECS = {"fp32": 0, "fp16": 1, "bf16": 2, "int8": 3}
 T = TypeVar("T")
 
+# Rows whose rounding errors are kept; with more of them all are sent exactly.
+_MOST_RESIDUALS = 1_000_000
+
 # What a network or a restarting server causes; anything else would only fail again.
 _TRANSIENT = (fl.FlightUnavailableError, fl.FlightTimedOutError, fl.FlightCancelledError, fl.FlightInternalError)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
@@ -102,10 +105,11 @@ class RemoteStore:
         # Sessions tell servers which requests they have seen: random, so that no two clients share one.
         worker, session = secrets.randbits(63), secrets.randbits(63)
         self._shards = [
-            _Shard(i, len(addresses), address, connection, worker, session) for i, address in enumerate(addresses)
+            _Shard(i, len(addresses), address, connection, worker, session, CODECS[push_codec])
+            for i, address in enumerate(addresses)
         ]
         self._pool = ThreadPoolExecutor(len(addresses), thread_name_prefix="hetrec-shard")
-        self._residuals = Residuals(CODECS[push_codec]) if push_codec != "fp32" else None
+        self._unsent: list[ExchangeRequest] = []  # kept rounding errors on their way
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process is another client: it gets the settings, and a session of its own.
@@ -125,10 +129,8 @@ class RemoteStore:
         return [TableSchema(**{k: v for k, v in table.items() if k != "id"}) for table in found]
 
     def exchange(self, request: ExchangeRequest) -> ExchangeReply:
-        if self._residuals is not None:
-            self._residuals.carry(request)
         reply = self._exchange(request, *self._codecs)
-        if self._residuals is not None and self._residuals.full:
+        if sum(len(shard.residuals) for shard in self._shards) > _MOST_RESIDUALS:
             self.flush()
         return reply
 
@@ -138,10 +140,11 @@ class RemoteStore:
         return reply.rows, reply.fresh
 
     def flush(self) -> None:
-        if self._residuals is None:
-            return
-        for request in self._residuals.drain():
-            self._exchange(request, CODECS["fp32"], CODECS["fp32"])
+        for shard in self._shards:
+            self._unsent += shard.residuals.drain()
+        while self._unsent:  # should one fail, it stays, to be sent again
+            self._exchange(self._unsent[0], CODECS["fp32"], CODECS["fp32"])
+            del self._unsent[0]
 
     def snapshot(self, path: Path) -> None:
         """The servers write the files, so ``path`` must be a folder that they and this process share."""
@@ -165,8 +168,9 @@ class RemoteStore:
             write_manifest(folder, self.schemas(), files)
 
     def restore(self, path: Path) -> None:
-        if self._residuals is not None:
-            self._residuals.clear()
+        self._unsent.clear()
+        for shard in self._shards:
+            shard.residuals.clear()
         self._on_every_shard(
             lambda shard: shard.action("restore", {"folder": str(Path(path).absolute())}, patient=True)
         )
@@ -229,11 +233,19 @@ class _Connection:
 
 
 class _Shard:
-    """One server: its connection, the numbers of its requests, retries."""
+    """One server: its connection, the numbers of its requests, retries, what pushes to it rounded off."""
 
     def __init__(
-        self, number: int, shards: int, address: str, connection: _Connection, worker: int, session: int
+        self,
+        number: int,
+        shards: int,
+        address: str,
+        connection: _Connection,
+        worker: int,
+        session: int,
+        push_codec: int,
     ) -> None:
+        self.residuals = Residuals(push_codec)
         self.number = number
         self.address = address
         self._shards = shards
@@ -244,41 +256,50 @@ class _Shard:
         self._lock = threading.RLock()  # one request at a time: sequences leave in order
 
     def exchange(self, piece: Piece, push_codec: int, fetch_codec: int, counted: bool) -> None:
-        request = piece.request
-        push, check, fetch = request.push, request.check, request.fetch
         with self._lock:
             self._connected()
             # A piece that is tried again, be it hours later, keeps its number: the server knows by it what was applied.
             if counted and piece.sequence == 0:
                 self._sequence += 1
                 piece.sequence = self._sequence
-            sequence = piece.sequence
-            frame = _table.encode_request(
-                worker=self._worker,
-                session=self._session,
-                sequence=sequence,
-                generation=self._generation,
-                dim=request.dim,
-                state_dim=request.state_dim,
-                push_codec=push_codec,
-                fetch_codec=fetch_codec,
-                push_tables=push.tables,
-                push_keys=push.keys,
-                push_starts=push.starts,
-                push_clocks=push.clocks,
-                deltas=push.deltas,
-                check_tables=check.tables,
-                check_keys=check.keys,
-                check_clocks=check.clocks,
-                check_staleness=check.staleness,
-                fetch_tables=fetch.tables,
-                fetch_keys=fetch.keys,
-            )
+            # And it keeps its frame, for what its rows have rounded off so far is in there.
+            if piece.frame is None:
+                piece.frame = self._encode(piece, push_codec, fetch_codec)
+            frame, sequence = piece.frame, piece.sequence
             reply = self._patiently(lambda client, options: _round_trip(client, options, frame))
         generation, answered, rows, clocks, fresh, lags, stale, stale_rows, stale_clocks = _table.decode_reply(reply)
         if answered != sequence or generation != self._generation:
             raise StoreError(f"{self.address} answered request {answered} instead of {sequence}")
         piece.answer = Answer(rows, clocks, fresh, stale, stale_rows, stale_clocks, lags, frame.nbytes, reply.nbytes)
+        piece.frame = None
+
+    def _encode(self, piece: Piece, push_codec: int, fetch_codec: int) -> np.ndarray:
+        request = piece.request
+        push, check, fetch = request.push, request.check, request.fetch
+        lossy = push_codec != CODECS["fp32"] and len(push.keys) > 0
+        frame: np.ndarray = _table.encode_request(
+            worker=self._worker,
+            session=self._session,
+            sequence=piece.sequence,
+            generation=self._generation,
+            dim=request.dim,
+            state_dim=request.state_dim,
+            push_codec=push_codec,
+            fetch_codec=fetch_codec,
+            push_tables=push.tables,
+            push_keys=push.keys,
+            push_starts=push.starts,
+            push_clocks=push.clocks,
+            deltas=push.deltas,
+            check_tables=check.tables,
+            check_keys=check.keys,
+            check_clocks=check.clocks,
+            check_staleness=check.staleness,
+            fetch_tables=fetch.tables,
+            fetch_keys=fetch.keys,
+            residuals=self.residuals.of(request.dim, request.state_dim) if lossy else None,
+        )
+        return frame
 
     def action(self, name: str, body: Any, patient: bool = False) -> Any:
         """Call an action. ``patient``: it may take as long as it needs (snapshots)."""

@@ -118,14 +118,30 @@ inline void encode_values(RowCodec codec, const float* values, int64_t n, uint8_
       }
       return;
     case RowCodec::kInt8: {
-      float largest = 0.f;
-      for (int64_t d = 0; d < n; ++d) largest = std::fmax(largest, std::fabs(values[d]));
+      // Magnitudes compare as integers too, and the compiler may take the largest of those in any order. NaN counts
+      // not.
+      int32_t largest_bits = 0;
+      for (int64_t d = 0; d < n; ++d) {
+        int32_t bits;
+        std::memcpy(&bits, values + d, 4);
+        bits &= 0x7fffffff;
+        bits = bits > 0x7f800000 ? 0 : bits;
+        largest_bits = bits > largest_bits ? bits : largest_bits;
+      }
+      float largest;
+      std::memcpy(&largest, &largest_bits, 4);
       const float scale = largest < 0x1p-100f ? 0.f : largest / 127.f;  // its inverse must be finite
       std::memcpy(out, &scale, 4);
       const float inverse = scale > 0.f ? 1.f / scale : 0.f;
+      uint8_t* __restrict digits = out + 4;
       for (int64_t d = 0; d < n; ++d) {
-        const float value = std::nearbyint(values[d] * inverse);
-        out[4 + d] = static_cast<uint8_t>(static_cast<int8_t>(std::fmin(127.f, std::fmax(-127.f, value))));
+        float value = values[d] * inverse;
+        value = value > -127.f ? value : -127.f;  // NaN, too
+        value = value < 127.f ? value : 127.f;
+        value += 0x1.8p23f;  // one unit is this number's last digit: the adder rounds, and the low byte is the result
+        uint32_t bits;
+        std::memcpy(&bits, &value, 4);
+        digits[d] = static_cast<uint8_t>(bits);
       }
       return;
     }

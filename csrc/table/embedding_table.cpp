@@ -160,6 +160,16 @@ void EmbeddingTable::push(const PushView& push, ClockRule rule) {
   });
 }
 
+void EmbeddingTable::change(int64_t n, const int32_t* tables, const int64_t* keys,
+                            const std::function<void(int64_t, float*, bool)>& write) {
+  const std::unique_lock lock(mutex_);
+  for_each_prefetched(n, tables, keys, [&](int64_t i, uint64_t hash) {
+    bool created = false;
+    RowHeader* header = find_or_create(hash, tables[i], keys[i], &created);
+    write(i, values_of(header), created);
+  });
+}
+
 void EmbeddingTable::fetch(const FetchView& fetch) const {
   const std::shared_lock lock(mutex_);
   check_declared(fetch.n, fetch.tables);

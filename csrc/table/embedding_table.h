@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <shared_mutex>
 #include <stdexcept>
@@ -49,6 +50,11 @@ class EmbeddingTable {
   // Adds deltas to rows, creating the row where it is fresh. Throws std::out_of_range before anything is applied when a
   // table was not declared.
   void push(const PushView& push, ClockRule rule);
+
+  // Lets `write(i, values, created)` change each row in place, creating it, with values of no meaning, where it is
+  // absent. Tables need not be declared.
+  void change(int64_t n, const int32_t* tables, const int64_t* keys,
+              const std::function<void(int64_t, float*, bool)>& write);
 
   // Throws std::out_of_range when one of these tables was not declared.
   void require_declared(int64_t n, const int32_t* tables) const;

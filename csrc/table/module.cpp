@@ -6,12 +6,17 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 
+#include "core/crc32c.h"
 #include "table/embedding_table.h"
+#include "table/residuals.h"
 #include "table/wire.h"
 
 namespace nb = nanobind;
 using hetrec::EmbeddingTable;
+using hetrec::Request;
+using hetrec::RequestHeader;
 
 namespace {
 
@@ -126,7 +131,8 @@ nb::object encode_request(uint64_t worker, uint64_t session, uint64_t sequence, 
                           Vec<const int64_t> push_keys, Vec<const int64_t> push_starts, Vec<const int64_t> push_clocks,
                           Mat<const float> deltas, Vec<const int32_t> check_tables, Vec<const int64_t> check_keys,
                           Vec<const int64_t> check_clocks, Vec<const int64_t> check_staleness,
-                          Vec<const int32_t> fetch_tables, Vec<const int64_t> fetch_keys) {
+                          Vec<const int32_t> fetch_tables, Vec<const int64_t> fetch_keys,
+                          hetrec::Residuals* residuals) {
   hetrec::RequestHeader header{};
   header.worker = worker;
   header.session = session;
@@ -148,31 +154,33 @@ nb::object encode_request(uint64_t worker, uint64_t session, uint64_t sequence, 
                                 checked(check_staleness, "check_staleness", n_check)};
   const hetrec::RowNames fetch{static_cast<int64_t>(n_fetch), checked(fetch_tables, "fetch_tables", n_fetch),
                                fetch_keys.data()};
+  if (residuals != nullptr && (static_cast<uint8_t>(residuals->codec()) != push_codec || residuals->dim() != dim ||
+                               residuals->state_dim() != state_dim)) {
+    throw std::invalid_argument("these residuals are of another codec or row format than the request");
+  }
   hetrec::Frame frame;
   {
     const nb::gil_scoped_release release;
-    frame = hetrec::encode_request(header, push, check, fetch);
+    frame = hetrec::encode_request(header, push, check, fetch, residuals);
   }
   return nb::cast(owned(std::move(frame)));
 }
 
-nb::dict parse_request(Bytes frame, uint64_t max_rows) {
-  hetrec::RequestHeader header;
+Request parse_request(Bytes frame, uint64_t max_rows) {
+  const nb::gil_scoped_release release;
+  return hetrec::parse_request(frame.data(), frame.shape(0), max_rows);
+}
+
+nb::tuple drain(hetrec::Residuals& residuals) {
+  hetrec::Residuals::Kept kept;
   {
     const nb::gil_scoped_release release;
-    header = hetrec::parse_request(frame.data(), frame.shape(0), max_rows);
+    kept = residuals.drain();
   }
-  nb::dict fields;
-  fields["worker"] = header.worker;
-  fields["session"] = header.session;
-  fields["sequence"] = header.sequence;
-  fields["generation"] = header.generation;
-  fields["dim"] = header.dim;
-  fields["state_dim"] = header.state_dim;
-  fields["pushes"] = header.n_push;
-  fields["checks"] = header.n_check;
-  fields["fetches"] = header.n_fetch;
-  return fields;
+  const size_t n = kept.keys.size();
+  const auto width = static_cast<size_t>(residuals.dim() + residuals.state_dim());
+  return nb::make_tuple(owned(std::move(kept.tables)), owned(std::move(kept.keys)),
+                        owned(std::move(kept.rows), {n, width}));
 }
 
 nb::object decode_reply(nb::object frame_object) {
@@ -194,6 +202,11 @@ nb::object decode_reply(nb::object frame_object) {
                         owned(std::move(reply.stale_rows), {stale, width}), owned(std::move(reply.stale_clocks)));
 }
 
+void expect_format(const EmbeddingTable& table, const Request& request) {
+  if (table.dim() == request.header.dim && table.state_dim() == request.header.state_dim) return;
+  throw std::invalid_argument("a request about rows of another format than the table's");
+}
+
 void define_wire(nb::module_& m) {
   nb::exception<hetrec::WireError>(m, "WireError", PyExc_ValueError);
   m.attr("PROTOCOL_VERSION") = hetrec::kProtocolVersion;
@@ -201,63 +214,81 @@ void define_wire(nb::module_& m) {
         nb::arg("generation"), nb::arg("dim"), nb::arg("state_dim"), nb::arg("push_codec"), nb::arg("fetch_codec"),
         nb::arg("push_tables"), nb::arg("push_keys"), nb::arg("push_starts"), nb::arg("push_clocks"), nb::arg("deltas"),
         nb::arg("check_tables"), nb::arg("check_keys"), nb::arg("check_clocks"), nb::arg("check_staleness"),
-        nb::arg("fetch_tables"), nb::arg("fetch_keys"), "A request frame, uint8.");
-  m.def("parse_request", &parse_request, nb::arg("frame"), nb::arg("max_rows"),
-        "Check a request frame as a whole; its header as a dict. Raises WireError.");
+        nb::arg("fetch_tables"), nb::arg("fetch_keys"), nb::arg("residuals") = nb::none(),
+        "A request frame, uint8. With residuals, what the codec rounds off is kept there, and sent what was kept.");
+  nb::class_<Request> request(m, "Request", "A request that was checked as a whole, decoded.");
+  for (const auto& [name, field] : {std::pair{"worker", &RequestHeader::worker},
+                                    {"session", &RequestHeader::session},
+                                    {"sequence", &RequestHeader::sequence},
+                                    {"generation", &RequestHeader::generation}}) {
+    request.def_prop_ro(name, [field = field](const Request& self) { return self.header.*field; });
+  }
+  for (const auto& [name, field] : {std::pair{"dim", &RequestHeader::dim},
+                                    {"state_dim", &RequestHeader::state_dim},
+                                    {"pushes", &RequestHeader::n_push},
+                                    {"checks", &RequestHeader::n_check},
+                                    {"fetches", &RequestHeader::n_fetch}}) {
+    request.def_prop_ro(name, [field = field](const Request& self) { return self.header.*field; });
+  }
+  request.def_prop_ro("fetch_codec", [](const Request& self) { return self.header.fetch_codec; });
+  m.def("parse_request", &parse_request, nb::arg("frame"), nb::arg("max_rows"), nb::keep_alive<0, 1>(),
+        "Check a request frame as a whole and decode it. Raises WireError.");
   m.def(
       "push_part",
-      [](Bytes frame) {
+      [](const Request& request, Bytes frame) {
         hetrec::Frame part;
         {
           const nb::gil_scoped_release release;
-          part = hetrec::push_part(frame.data(), frame.shape(0));
+          part = hetrec::push_part(request.header, frame.data());
         }
         return nb::cast(owned(std::move(part)));
       },
-      nb::arg("frame"), "The part of a parsed request that changes rows, as a request of its own.");
+      nb::arg("request"), nb::arg("frame"),
+      "The part of a request's frame that changes rows, as a request of its own.");
   m.def(
       "apply_push",
-      [](EmbeddingTable& table, Bytes frame, const std::string& rule, std::optional<Bytes> skip) {
+      [](EmbeddingTable& table, const Request& request, const std::string& rule, std::optional<Bytes> skip) {
         const hetrec::ClockRule clock_rule = rule_of(rule);
         const uint8_t* flags = skip ? checked(*skip, "skip", hetrec::kBuckets) : nullptr;
+        expect_format(table, request);
         const nb::gil_scoped_release release;
-        hetrec::apply_push(table, frame.data(), frame.shape(0), clock_rule, flags);
+        hetrec::apply_push(table, request, clock_rule, flags);
       },
-      nb::arg("table"), nb::arg("frame"), nb::arg("rule"), nb::arg("skip") = nb::none(),
-      "Apply a parsed request's pushes; with skip, uint8 (BUCKETS,), only to buckets whose flag is 0.");
-  m.def(
-      "check_tables",
-      [](const EmbeddingTable& table, Bytes frame) {
-        const nb::gil_scoped_release release;
-        hetrec::check_tables(table, frame.data(), frame.shape(0));
-      },
-      nb::arg("table"), nb::arg("frame"),
-      "Raise IndexError when a parsed request names a table that was not declared.");
+      nb::arg("table"), nb::arg("request"), nb::arg("rule"), nb::arg("skip") = nb::none(),
+      "Apply a request's pushes; with skip, uint8 (BUCKETS,), only to buckets whose flag is 0.");
+  m.def("check_tables", &hetrec::check_tables, nb::arg("table"), nb::arg("request"),
+        nb::call_guard<nb::gil_scoped_release>(),
+        "Raise IndexError when a request names a table that was not declared.");
   m.def(
       "answer",
-      [](const EmbeddingTable& table, Bytes frame, uint64_t generation) {
+      [](const EmbeddingTable& table, const Request& request, uint64_t generation) {
+        expect_format(table, request);
         hetrec::Frame reply;
         {
           const nb::gil_scoped_release release;
-          reply = hetrec::answer(table, frame.data(), frame.shape(0), generation);
+          reply = hetrec::answer(table, request, generation);
         }
         return nb::cast(owned(std::move(reply)));
       },
-      nb::arg("table"), nb::arg("frame"), nb::arg("generation"), "The reply frame to a parsed request, uint8.");
+      nb::arg("table"), nb::arg("request"), nb::arg("generation"), "The reply frame to a request, uint8.");
+  nb::class_<hetrec::Residuals>(m, "Residuals",
+                                "Rounding errors of lossy pushes by row, for rows of one format and one codec.")
+      .def(
+          "__init__",
+          [](hetrec::Residuals* self, uint8_t codec, int64_t dim, int64_t state_dim) {
+            if (codec >= hetrec::kRowCodecs) throw std::invalid_argument("unknown row codec");
+            new (self) hetrec::Residuals(static_cast<hetrec::RowCodec>(codec), dim, state_dim);
+          },
+          nb::arg("codec"), nb::arg("dim"), nb::arg("state_dim"))
+      .def("drain", &drain, "(tables, keys, errors) of the rows whose error is not zero; they are forgotten.")
+      .def("clear", &hetrec::Residuals::clear, "Forget every error.")
+      .def("__len__", &hetrec::Residuals::size);
   m.def("decode_reply", &decode_reply, nb::arg("frame"),
         "(generation, sequence, rows, clocks, fresh, lags, stale, stale_rows, stale_clocks) of a reply. Raises "
         "WireError.");
   m.def(
-      "rounding_errors",
-      [](uint8_t codec, int64_t dim, int64_t state_dim, Mat<float> rows) {
-        if (codec >= hetrec::kRowCodecs) throw std::invalid_argument("unknown row codec");
-        float* data = checked(rows, "rows", rows.shape(0), dim + state_dim);
-        const nb::gil_scoped_release release;
-        hetrec::rounding_errors(static_cast<hetrec::RowCodec>(codec), static_cast<int64_t>(rows.shape(0)), dim,
-                                state_dim, data);
-      },
-      nb::arg("codec"), nb::arg("dim"), nb::arg("state_dim"), nb::arg("rows"),
-      "Replace rows by what their receiver will miss: row - decode(encode(row)).");
+      "crc32c", [](Bytes bytes) { return hetrec::crc32c(bytes.data(), bytes.shape(0)); }, nb::arg("bytes"),
+      "The checksum of frames.");
   m.def(
       "shards",
       [](Vec<const int32_t> tables, Vec<const int64_t> keys, uint32_t n) {

@@ -151,71 +151,60 @@ void check_clock(int64_t clock) {
   if (clock < 0 || clock >= int64_t{1} << 48) throw WireError("clock " + std::to_string(clock) + " is outside 48 bits");
 }
 
-constexpr int kQueryBlocks = 6;
-
-struct Query {
-  Buffer<int32_t> check_tables;
-  Buffer<int64_t> check_keys, check_clocks, check_staleness;
-  Buffer<int32_t> fetch_tables;
-  Buffer<int64_t> fetch_keys;
-};
-
-Query read_query(const RequestHeader& header, const uint8_t* frame) {
-  Reader reader(frame + sizeof(header) + header.push_bytes, header.query_bytes);
-  Query query;
-  query.check_tables = reader.block<int32_t>(header.n_check);
-  query.check_keys = reader.block<int64_t>(header.n_check);
-  query.check_clocks = reader.block<int64_t>(header.n_check);
-  query.check_staleness = reader.block<int64_t>(header.n_check);
-  query.fetch_tables = reader.block<int32_t>(header.n_fetch);
-  query.fetch_keys = reader.block<int64_t>(header.n_fetch);
-  for (const int64_t clock : query.check_clocks) check_clock(clock);
-  for (const int64_t staleness : query.check_staleness) {
-    if (staleness < 0) throw WireError("a check allows a staleness of " + std::to_string(staleness));
-  }
-  reader.expect_end();
-  return query;
-}
-
-struct DecodedPush {
-  Buffer<int32_t> tables;
-  Buffer<int64_t> keys, clocks, starts;
-  Buffer<float> decoded;  // empty where the frame's own bytes serve
-  const float* deltas = nullptr;
-};
-
-DecodedPush read_push(const RequestHeader& header, const uint8_t* frame) {
+void read_push(const uint8_t* frame, Request* request) {
+  const RequestHeader& header = request->header;
   Reader reader(frame + sizeof(header), header.push_bytes);
-  DecodedPush push;
-  push.tables = reader.block<int32_t>(header.n_push);
-  push.keys = reader.block<int64_t>(header.n_push);
-  push.clocks = reader.block<int64_t>(header.n_push);
-  push.starts = reader.block<int64_t>(header.n_push);  // as updates since the start: clock - start
-  for (size_t i = 0; i < push.starts.size(); ++i) {
-    check_clock(push.clocks[i]);
-    if (push.starts[i] < 0 || push.clocks[i] < push.starts[i]) throw WireError("a push's clock runs backwards");
-    push.starts[i] = push.clocks[i] - push.starts[i];
+  request->push_tables = reader.block<int32_t>(header.n_push);
+  request->push_keys = reader.block<int64_t>(header.n_push);
+  request->push_clocks = reader.block<int64_t>(header.n_push);
+  request->push_starts = reader.block<int64_t>(header.n_push);  // as updates since the start: clock - start
+  check_tables(request->push_tables);
+  for (size_t i = 0; i < header.n_push; ++i) {
+    const int64_t clock = request->push_clocks[i], updates = request->push_starts[i];
+    check_clock(clock);
+    if (updates < 0 || clock < updates) throw WireError("a push's clock runs backwards");
+    request->push_starts[i] = clock - updates;
   }
   const RowCodec codec = codec_of(header.push_codec);
   const auto bytes = static_cast<size_t>(encoded_row_bytes(codec, header.dim, header.state_dim));
   const uint8_t* rows = reader.take(aligned(bytes * header.n_push));
   reader.expect_end();
   if (codec == RowCodec::kFp32 && reinterpret_cast<uintptr_t>(rows) % alignof(float) == 0) {
-    push.deltas = reinterpret_cast<const float*>(rows);
-    return push;
+    request->deltas = reinterpret_cast<const float*>(rows);
+    return;
   }
-  const size_t width = header.dim + header.state_dim;
-  push.decoded.resize(width * header.n_push);
+  const size_t width = size_t{header.dim} + header.state_dim;
+  request->decoded.resize(width * header.n_push);
   for (size_t i = 0; i < header.n_push; ++i) {
-    decode_row(codec, rows + i * bytes, header.dim, header.state_dim, push.decoded.data() + i * width);
+    decode_row(codec, rows + i * bytes, header.dim, header.state_dim, request->decoded.data() + i * width);
   }
-  push.deltas = push.decoded.data();
-  return push;
+  request->deltas = request->decoded.data();
+}
+
+constexpr int kQueryBlocks = 6;
+
+void read_query(const uint8_t* frame, Request* request) {
+  const RequestHeader& header = request->header;
+  Reader reader(frame + sizeof(header) + header.push_bytes, header.query_bytes);
+  request->check_tables = reader.block<int32_t>(header.n_check);
+  request->check_keys = reader.block<int64_t>(header.n_check);
+  request->check_clocks = reader.block<int64_t>(header.n_check);
+  request->check_staleness = reader.block<int64_t>(header.n_check);
+  request->fetch_tables = reader.block<int32_t>(header.n_fetch);
+  request->fetch_keys = reader.block<int64_t>(header.n_fetch);
+  reader.expect_end();
+  check_tables(request->check_tables);
+  check_tables(request->fetch_tables);
+  for (const int64_t clock : request->check_clocks) check_clock(clock);
+  for (const int64_t staleness : request->check_staleness) {
+    if (staleness < 0) throw WireError("a check allows a staleness of " + std::to_string(staleness));
+  }
 }
 
 }  // namespace
 
-Frame encode_request(RequestHeader header, const PushView& push, const CheckView& check, const RowNames& fetch) {
+Frame encode_request(RequestHeader header, const PushView& push, const CheckView& check, const RowNames& fetch,
+                     Residuals* residuals) {
   const int64_t dim = header.dim, state_dim = header.state_dim;
   header.magic = kRequestMagic;
   header.version = kProtocolVersion;
@@ -232,7 +221,14 @@ Frame encode_request(RequestHeader header, const PushView& push, const CheckView
   write_block(&frame, push.n, push.keys);
   write_block(&frame, push.n, push.clocks);
   write_block(&frame, push.n, updates.data());
-  write_rows(&frame, codec_of(header.push_codec), dim, state_dim, push.n, push.deltas);
+  const RowCodec codec = codec_of(header.push_codec);
+  if (residuals == nullptr) {
+    write_rows(&frame, codec, dim, state_dim, push.n, push.deltas);
+  } else {
+    const size_t at = frame.size();
+    pad(&frame, at + static_cast<size_t>(push.n * encoded_row_bytes(codec, dim, state_dim)));
+    residuals->encode(push, frame.data() + at);
+  }
   header.push_bytes = frame.size() - sizeof(header);
   write_block(&frame, check.n, check.tables);
   write_block(&frame, check.n, check.keys);
@@ -248,8 +244,9 @@ Frame encode_request(RequestHeader header, const PushView& push, const CheckView
   return frame;
 }
 
-RequestHeader parse_request(const uint8_t* frame, size_t size, uint64_t max_rows) {
-  RequestHeader header;
+Request parse_request(const uint8_t* frame, size_t size, uint64_t max_rows) {
+  Request request{};
+  RequestHeader& header = request.header;
   if (size < sizeof(header)) throw WireError("a request has at least 96 bytes, got " + std::to_string(size));
   std::memcpy(&header, frame, sizeof(header));
   if (header.magic != kRequestMagic) throw WireError("these bytes are not a request: they do not begin with HETQ");
@@ -271,19 +268,14 @@ RequestHeader parse_request(const uint8_t* frame, size_t size, uint64_t max_rows
     throw WireError("a request is about rows of " + std::to_string(header.dim) + " + " +
                     std::to_string(header.state_dim) + " values");
   }
-  codec_of(header.push_codec);
   codec_of(header.fetch_codec);
-  check_tables(read_push(header, frame).tables);
-  const Query query = read_query(header, frame);
-  check_tables(query.check_tables);
-  check_tables(query.fetch_tables);
-  return header;
+  read_push(frame, &request);
+  read_query(frame, &request);
+  return request;
 }
 
-Frame push_part(const uint8_t* frame, size_t size) {
-  RequestHeader header;
-  if (size < sizeof(header)) throw WireError("not a request");
-  std::memcpy(&header, frame, sizeof(header));
+Frame push_part(const RequestHeader& request, const uint8_t* frame) {
+  RequestHeader header = request;
   Frame part(frame, frame + sizeof(header) + header.push_bytes);
   header.n_check = header.n_fetch = 0;
   for (int i = 0; i < kQueryBlocks; ++i) write_block<int64_t>(&part, 0, nullptr);
@@ -295,41 +287,28 @@ Frame push_part(const uint8_t* frame, size_t size) {
   return part;
 }
 
-void check_tables(const EmbeddingTable& table, const uint8_t* frame, size_t size) {
-  RequestHeader header;
-  if (size < sizeof(header)) throw WireError("not a request");
-  std::memcpy(&header, frame, sizeof(header));
-  const auto pushed = Reader(frame + sizeof(header), header.push_bytes).block<int32_t>(header.n_push);
-  const Query query = read_query(header, frame);
-  table.require_declared(header.n_push, pushed.data());
-  table.require_declared(header.n_check, query.check_tables.data());
-  table.require_declared(header.n_fetch, query.fetch_tables.data());
+void check_tables(const EmbeddingTable& table, const Request& request) {
+  table.require_declared(request.header.n_push, request.push_tables.data());
+  table.require_declared(request.header.n_check, request.check_tables.data());
+  table.require_declared(request.header.n_fetch, request.fetch_tables.data());
 }
 
-void apply_push(EmbeddingTable& table, const uint8_t* frame, size_t size, ClockRule rule, const uint8_t* skip) {
-  RequestHeader header;
-  if (size < sizeof(header)) throw WireError("not a request");
-  std::memcpy(&header, frame, sizeof(header));
-  const DecodedPush push = read_push(header, frame);
-  if (skip != nullptr) {
-    const int64_t width = table.width();
-    for (size_t i = 0; i < header.n_push; ++i) {
-      if (skip[bucket_of(hash_row(push.tables[i], push.keys[i]))]) continue;
-      table.push({1, &push.tables[i], &push.keys[i], &push.starts[i], &push.clocks[i],
-                  push.deltas + static_cast<int64_t>(i) * width},
-                 rule);
-    }
+void apply_push(EmbeddingTable& table, const Request& request, ClockRule rule, const uint8_t* skip) {
+  const int32_t* tables = request.push_tables.data();
+  const int64_t *keys = request.push_keys.data(), *starts = request.push_starts.data();
+  const int64_t* clocks = request.push_clocks.data();
+  if (skip == nullptr) {
+    table.push({request.header.n_push, tables, keys, starts, clocks, request.deltas}, rule);
     return;
   }
-  table.push({header.n_push, push.tables.data(), push.keys.data(), push.starts.data(), push.clocks.data(), push.deltas},
-             rule);
+  for (int64_t i = 0; i < request.header.n_push; ++i) {
+    if (skip[bucket_of(hash_row(tables[i], keys[i]))]) continue;
+    table.push({1, tables + i, keys + i, starts + i, clocks + i, request.deltas + i * table.width()}, rule);
+  }
 }
 
-Frame answer(const EmbeddingTable& table, const uint8_t* frame, size_t size, uint64_t generation) {
-  RequestHeader request;
-  if (size < sizeof(request)) throw WireError("not a request");
-  std::memcpy(&request, frame, sizeof(request));
-  const Query query = read_query(request, frame);
+Frame answer(const EmbeddingTable& table, const Request& query, uint64_t generation) {
+  const RequestHeader& request = query.header;
   const RowCodec codec = codec_of(request.fetch_codec);
   const auto bytes = static_cast<size_t>(encoded_row_bytes(codec, request.dim, request.state_dim));
   const size_t n_fetch = request.n_fetch, n_check = request.n_check;
@@ -444,18 +423,6 @@ Reply decode_reply(const uint8_t* frame, size_t size) {
     decode_row(codec, stale_rows + bytes * i, header.dim, header.state_dim, reply.stale_rows.data() + width * i);
   }
   return reply;
-}
-
-void rounding_errors(RowCodec codec, int64_t n, int64_t dim, int64_t state_dim, float* rows) {
-  const int64_t width = dim + state_dim;
-  std::vector<uint8_t> encoded(static_cast<size_t>(encoded_row_bytes(codec, dim, state_dim)));
-  std::vector<float> decoded(static_cast<size_t>(width));
-  for (int64_t i = 0; i < n; ++i) {
-    float* row = rows + i * width;
-    encode_row(codec, row, dim, state_dim, encoded.data());
-    decode_row(codec, encoded.data(), dim, state_dim, decoded.data());
-    for (int64_t d = 0; d < width; ++d) row[d] -= decoded[static_cast<size_t>(d)];
-  }
 }
 
 }  // namespace hetrec

@@ -12,6 +12,7 @@
 
 #include "core/row_codec.h"
 #include "table/embedding_table.h"
+#include "table/residuals.h"
 
 namespace hetrec {
 
@@ -95,26 +96,40 @@ using Buffer = std::vector<T, Uninitialised<T>>;
 
 using Frame = Buffer<uint8_t>;
 
-// Writes a request. Counts, sizes and checksums of `header` are filled in.
-Frame encode_request(RequestHeader header, const PushView& push, const CheckView& check, const RowNames& fetch);
+// Writes a request. Counts, sizes and checksums of `header` are filled in. With `residuals`, which must be for this
+// codec and row format, what the codec rounds off is kept there and what was kept is sent.
+Frame encode_request(RequestHeader header, const PushView& push, const CheckView& check, const RowNames& fetch,
+                     Residuals* residuals = nullptr);
+
+// A request that was checked as a whole, decoded.
+struct Request {
+  RequestHeader header;
+  Buffer<int32_t> push_tables;
+  Buffer<int64_t> push_keys, push_clocks, push_starts;
+  Buffer<float> decoded;  // n_push x width; empty where the frame's own bytes serve
+  const float* deltas;    // in `decoded`, or in the frame, which must then outlive this
+  Buffer<int32_t> check_tables;
+  Buffer<int64_t> check_keys, check_clocks, check_staleness;
+  Buffer<int32_t> fetch_tables;
+  Buffer<int64_t> fetch_keys;
+};
 
 // Checks a frame's structure and both checksums. A request about more than `max_rows` rows is refused before room is
 // made for them: a few bytes can announce any number.
-RequestHeader parse_request(const uint8_t* frame, size_t size, uint64_t max_rows);
+Request parse_request(const uint8_t* frame, size_t size, uint64_t max_rows);
 
-// The part of a request that changes rows, for the log: header and push part, with nothing to query.
-Frame push_part(const uint8_t* frame, size_t size);
+// The part of a parsed request's frame that changes rows, for the log: header and push part, with nothing to query.
+Frame push_part(const RequestHeader& header, const uint8_t* frame);
 
-// Throws std::out_of_range when a request that parse_request accepted names a table that was not declared.
-void check_tables(const EmbeddingTable& table, const uint8_t* frame, size_t size);
+// Throws std::out_of_range when a request names a table that was not declared.
+void check_tables(const EmbeddingTable& table, const Request& request);
 
-// Applies the pushes of a request that parse_request accepted. With `skip`, kBuckets flags, only rows of buckets whose
-// flag is 0: a snapshot taken while pushes went on holds some buckets before and some after a push.
-void apply_push(EmbeddingTable& table, const uint8_t* frame, size_t size, ClockRule rule,
-                const uint8_t* skip = nullptr);
+// Applies a request's pushes. With `skip`, kBuckets flags, only to rows of buckets whose flag is 0: a snapshot taken
+// while pushes went on holds some buckets before and some after a push.
+void apply_push(EmbeddingTable& table, const Request& request, ClockRule rule, const uint8_t* skip = nullptr);
 
-// Answers the checks and fetches of a request that parse_request accepted.
-Frame answer(const EmbeddingTable& table, const uint8_t* frame, size_t size, uint64_t generation);
+// Answers a request's checks and fetches.
+Frame answer(const EmbeddingTable& table, const Request& request, uint64_t generation);
 
 struct Reply {
   ReplyHeader header;
@@ -128,8 +143,5 @@ struct Reply {
   Buffer<float> stale_rows;
 };
 Reply decode_reply(const uint8_t* frame, size_t size);
-
-// Replaces each row by what its receiver will miss: row - decode(encode(row)).
-void rounding_errors(RowCodec codec, int64_t n, int64_t dim, int64_t state_dim, float* rows);
 
 }  // namespace hetrec

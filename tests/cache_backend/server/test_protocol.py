@@ -107,8 +107,9 @@ def test_golden_reply() -> None:
     frame = np.frombuffer(REQUEST, np.uint8)
     held = _table.EmbeddingTable(2, 1)
     held.set_init(0, 1, 0.0, 0.0, 0.5)
-    _table.apply_push(held, frame, "lamport")
-    reply = bytes(_table.answer(held, frame, 7))
+    request = _table.parse_request(frame, 100)
+    _table.apply_push(held, request, "lamport")
+    reply = bytes(_table.answer(held, request, 7))
     assert reply == REPLY
     read = decode_reply(REPLY)
     assert (read.generation, read.sequence) == (7, 5)
@@ -179,9 +180,9 @@ def test_requests_say_what_went_in(request: Request) -> None:
 def test_replies_say_what_the_rules_say(request: Request) -> None:
     """Push, check and fetch against a dictionary."""
     frame = np.frombuffer(native(request), np.uint8)
-    _table.parse_request(frame, 1 << 20)
+    parsed = _table.parse_request(frame, 1 << 20)
     held = table(request)
-    _table.apply_push(held, frame, "lamport")
+    _table.apply_push(held, parsed, "lamport")
     rows: dict[tuple[int, int], np.ndarray] = {}
     clocks: dict[tuple[int, int], int] = {}
     for (number, key, clock, _), delta in zip(request.pushes, decode_request(bytes(frame)).deltas, strict=True):
@@ -189,7 +190,7 @@ def test_replies_say_what_the_rules_say(request: Request) -> None:
         rows[name] = rows.get(name, np.zeros(len(delta), np.float32)) + np.array(delta, np.float32)
         clocks[name] = max(clocks.get(name, 0), clock)
 
-    reply = decode_reply(bytes(_table.answer(held, frame, 77)))
+    reply = decode_reply(bytes(_table.answer(held, parsed, 77)))
     assert (reply.generation, reply.sequence) == (77, request.sequence)
     assert (reply.codec, reply.dim, reply.state_dim) == (request.fetch_codec, request.dim, request.state_dim)
     for name, got in zip(request.fetches, reply.fetched, strict=True):
