@@ -8,7 +8,6 @@
 #include <string>
 #include <utility>
 
-#include "core/crc32c.h"
 #include "table/embedding_table.h"
 #include "table/residuals.h"
 #include "table/wire.h"
@@ -287,8 +286,8 @@ void define_wire(nb::module_& m) {
         "(generation, sequence, rows, clocks, fresh, lags, stale, stale_rows, stale_clocks) of a reply. Raises "
         "WireError.");
   m.def(
-      "crc32c", [](Bytes bytes) { return hetrec::crc32c(bytes.data(), bytes.shape(0)); }, nb::arg("bytes"),
-      "The checksum of frames.");
+      "checksum", [](Bytes bytes) { return hetrec::checksum(bytes.data(), bytes.shape(0)); }, nb::arg("bytes"),
+      "The CRC-32C that frames carry.");
   m.def(
       "shards",
       [](Vec<const int32_t> tables, Vec<const int64_t> keys, uint32_t n) {

@@ -203,6 +203,8 @@ void read_query(const uint8_t* frame, Request* request) {
 
 }  // namespace
 
+uint32_t checksum(const uint8_t* bytes, size_t size) { return crc32c(bytes, size); }
+
 Frame encode_request(RequestHeader header, const PushView& push, const CheckView& check, const RowNames& fetch,
                      Residuals* residuals) {
   const int64_t dim = header.dim, state_dim = header.state_dim;

@@ -96,6 +96,9 @@ using Buffer = std::vector<T, Uninitialised<T>>;
 
 using Frame = Buffer<uint8_t>;
 
+// CRC-32C, as frames carry it.
+uint32_t checksum(const uint8_t* bytes, size_t size);
+
 // Writes a request. Counts, sizes and checksums of `header` are filled in. With `residuals`, which must be for this
 // codec and row format, what the codec rounds off is kept there and what was kept is sent.
 Frame encode_request(RequestHeader header, const PushView& push, const CheckView& check, const RowNames& fetch,
