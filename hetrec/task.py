@@ -193,8 +193,8 @@ class CTRTask(LightningModule):
         known = getattr(self.trainer.datamodule, "lookahead", None)  # type: ignore[attr-defined]
         if known is not None and 1 < self._cache.prefetch_depth > known:
             rank_zero_warn(
-                f"cache.prefetch_depth is {self._cache.prefetch_depth}, but only data.lookahead={known} coming batches are "
-                f"known: set data.lookahead={self._cache.prefetch_depth}"
+                f"cache.prefetch_depth is {self._cache.prefetch_depth}, but only data.lookahead={known} coming batches "
+                f"are known: set data.lookahead={self._cache.prefetch_depth}"
             )
         if self.trainer.gradient_clip_val:
             rank_zero_info("gradient_clip_val clips the dense parameters only; the embedding rows are not clipped")

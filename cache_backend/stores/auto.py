@@ -8,7 +8,7 @@ import select
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from cache_backend.store import EmbeddingStore, StoreError
 from cache_backend.stores.local import LocalStore
@@ -31,12 +31,20 @@ class AutoStore:
     Args:
         shards: server processes to start for several ranks.
         push_codec, fetch_codec: how rows travel to and from them (see ``RemoteStore``).
+        clock: how a push merges into a row's clock. ``lamport``: the later of both (HET). ``sum``: every update counts.
     """
 
-    def __init__(self, shards: int = 1, push_codec: RowCodec = "fp32", fetch_codec: RowCodec = "fp32") -> None:
+    def __init__(
+        self,
+        shards: int = 1,
+        push_codec: RowCodec = "fp32",
+        fetch_codec: RowCodec = "fp32",
+        clock: Literal["lamport", "sum"] = "lamport",
+    ) -> None:
         if not 1 <= shards <= 64:
             raise ValueError(f"store.shards must be 1 to 64 processes of this machine, got {shards}")
         self.shards = shards
+        self.clock = clock
         self._codecs: dict[str, Any] = {"push_codec": push_codec, "fetch_codec": fetch_codec}
 
     def for_ranks(self, world_size: int, nodes: int) -> EmbeddingStore:
@@ -47,24 +55,24 @@ class AutoStore:
             StoreError: a server did not start.
         """
         if world_size == 1:
-            return LocalStore()
+            return LocalStore(self.clock)
         if nodes > 1:
             raise ValueError(
                 f"{nodes} machines need servers that all of them reach: start hetrec-ps and set store=remote "
                 "store.addresses=[...]"
             )
         if ADDRESSES not in os.environ:
-            os.environ[ADDRESSES] = ",".join(_start(self.shards))
+            os.environ[ADDRESSES] = ",".join(_start(self.shards, self.clock))
         return RemoteStore(os.environ[ADDRESSES].split(","), **self._codecs)
 
 
-def _start(shards: int) -> list[str]:
+def _start(shards: int, clock: str) -> list[str]:
     """Servers that end with this process, however it ends: each watches its standard input."""
     command = [sys.executable, "-m", "cache_backend.server", "--listen", "grpc://127.0.0.1:0", "--exit-with-stdin"]
     servers = [
         # Sessions of their own: Ctrl-C is for the ranks, which still have deltas to push.
         subprocess.Popen(
-            [*command, "--shard", f"{i}/{shards}"],
+            [*command, "--shard", f"{i}/{shards}", "--clock", clock],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
