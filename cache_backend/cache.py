@@ -8,7 +8,7 @@ that come back. Batches are committed in the order in which they were planned, a
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,9 +21,13 @@ from cache_backend.memory import zeros
 from cache_backend.stats import CacheStats
 from cache_backend.store import Check, EmbeddingStore, ExchangeReply, ExchangeRequest, Fetch, Push
 
-__all__ = ["Cache", "CachePlan", "UniqueRows"]
+__all__ = ["WINDOW", "Cache", "CachePlan", "UniqueRows"]
 
 WAYS = 32
+#: Coming batches that the ``lookahead`` policy can know.
+WINDOW = 64
+_SKETCH_BYTES = 256  # a set (csrc/core/frequency_sketch.h)
+_BUCKET = 8  # entries (csrc/core/window.h)
 _INITIAL_SPILL = 256
 _PENDING, _TABLE = 4, 5  # int32 columns of `meta` (csrc/core/cache_set.h)
 
@@ -84,9 +88,12 @@ class Cache:
         self._staleness = staleness
         self._table_staleness = dict(table_staleness or {})
         self._policy = POLICIES[policy]
+        self.admits = policy in ("tiny_lfu", "lookahead")
+        self.looks_ahead = policy == "lookahead"
         self.stats = CacheStats()
         self._store = store
-        self._tick = 0
+        self._tick = 0  # the number of the batch planned last
+        self._uses = 0  # unique rows of all batches planned
         self.reset()
 
     def reset(self) -> None:
@@ -97,7 +104,9 @@ class Cache:
         self.meta = zeros(slots, 4, dtype=torch.int64)
         self.meta.view(torch.int32)[:, _TABLE] = -1
         self.rows = zeros(slots, 2, self.dim + self.state_dim, dtype=torch.float32)
-        self._spill_in_use = False
+        self.sketch = zeros(self.capacity // WAYS if self.admits else 0, _SKETCH_BYTES, dtype=torch.uint8)
+        self.window = torch.zeros(0, _BUCKET, 2, dtype=torch.int64)
+        self._coming: deque[UniqueRows] = deque()  # revealed and not yet planned
         self._unanswered: tuple[Tensor, ExchangeRequest] | None = None
         schemas = self._store.schemas()
         #: int64 (tables,): the bound s, by table id.
@@ -111,26 +120,54 @@ class Cache:
             [[schema.init_low, schema.init_high, schema.init_state] for schema in schemas], dtype=torch.float32
         ).reshape(-1, 3)
 
+    def reveal(self, rows: UniqueRows) -> None:
+        """Say which rows the batch after all that were planned or revealed will use (policy ``lookahead``).
+
+        Raises:
+            ValueError: more than ``WINDOW`` batches to come.
+        """
+        if len(self._coming) == WINDOW:
+            raise ValueError(f"at most {WINDOW} coming batches can be revealed")
+        self._coming.append(rows)
+        lost = self._reveal(rows, len(self._coming)) if len(self.window) else rows.keys.numel()
+        while 64 * lost > rows.keys.numel():  # buckets of 8 overflow this often when two thirds are in use: double them
+            buckets = max(64, rows.keys.numel() // 4, 2 * len(self.window))
+            self.window = zeros(buckets, _BUCKET, 2, dtype=torch.int64)
+            lost = max(self._reveal(batch, i + 1) for i, batch in enumerate(self._coming))
+
+    def unreveal(self) -> None:
+        """The batches that were revealed and not planned do not come after all."""
+        self._coming.clear()
+        ops.cache_unreveal(self.priority, self.window)
+
     def plan(self, rows: UniqueRows) -> CachePlan:
-        """Pin the batch's rows and cut the request: evictions, refreshes, checks and fetches together."""
+        """Pin the batch's rows and cut the request: evictions, refreshes, checks and fetches together.
+
+        Args:
+            rows: the batch's, which must be the first revealed one where batches are revealed and still to come.
+        """
+        if self._coming and self._coming.popleft() is not rows:
+            raise ValueError("another batch was revealed to come next; plan that one, or unreveal() first")
         self._tick += 1
         slots, fetch, late, checks, check_clocks, *push, counts = ops.cache_plan(
             self.tags,
             self.priority,
             self.meta,
             self.rows,
+            self.sketch,
+            self.window,
             rows.keys,
             rows.tables,
             self._policy,
             self._tick,
+            self._uses,
             self.staleness,
-            self._spill_in_use,
             not self._store.exclusive,
         )
-        inserted, evicted, unplaced, spill_in_use = counts.tolist()
+        inserted, evicted, bypassed, overflow, unplaced = counts.tolist()
         if unplaced:
             self._spill(slots, rows, unplaced)
-        self._spill_in_use = bool(spill_in_use or unplaced)
+        self._uses += rows.keys.numel()
         request = ExchangeRequest(
             self.dim,
             self.state_dim,
@@ -151,7 +188,8 @@ class Cache:
         s.stale += fetch.numel() - inserted + late.numel()
         s.hits += rows.keys.numel() - fetch.numel() - late.numel()
         s.evicted += evicted
-        s.overflow += unplaced
+        s.overflow += overflow
+        s.bypassed += bypassed
         self._count_request(request)
         return CachePlan(rows, slots, fetch, inserted, late, checks, request)
 
@@ -280,6 +318,14 @@ class Cache:
             self._init_seeds,
             self._init_values,
             self.dim,
+        )
+
+    def _reveal(self, rows: UniqueRows, ahead: int) -> int:
+        """How many of the rows found no room in the window."""
+        return int(
+            ops.cache_reveal(
+                self.tags, self.priority, self.meta, self.window, rows.keys, rows.tables, self._tick + ahead
+            )
         )
 
     def _spill(self, slots: Tensor, rows: UniqueRows, unplaced: int) -> None:

@@ -7,8 +7,8 @@ from typing import Literal
 
 __all__ = ["POLICIES", "CacheConfig", "EmbeddingOptimizer"]
 
-#: Names of the policies and their numbers in ``csrc/core/cache_set.h``.
-POLICIES = {"lru": 0, "lfu": 1}
+#: Names of the policies and their numbers in ``csrc/core/policy.h``.
+POLICIES = {"lru": 0, "lfu": 1, "light_lfu": 2, "tiny_lfu": 3, "lookahead": 4}
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,11 @@ class CacheConfig:
             distinct keys it holds.
         staleness: the bound s. A cached row may miss up to s updates of others, and hold back up to s of its own.
         table_staleness: other bounds for single tables, by their names.
-        policy: which row leaves when a set is full. ``lru``: the one whose last use is longest ago. ``lfu``: the one
-            that the fewest batches used since it came.
+        policy: which row leaves when a set is full (docs/cache_policies.md). ``lru``: the one whose last use is longest
+            ago. ``lfu``: the one that the fewest batches used since it came. ``light_lfu``: as ``lfu``, but a row used
+            often is no longer counted, and counts age. ``tiny_lfu``: frequencies outlive eviction and age; a newcomer
+            rarer than the row it would replace passes through without a slot. ``lookahead``: ``tiny_lfu`` that
+            keeps, before anything else, what the coming batches (``data.lookahead``, at most 64) use soonest.
         prefetch_depth: batches whose exchange with the store is under way while the current one computes, as far as
             the loader looks ahead. 0: every exchange is waited for.
     """
@@ -32,7 +35,7 @@ class CacheConfig:
     fraction: float | None = None
     staleness: int = 100
     table_staleness: dict[str, int] = field(default_factory=dict)
-    policy: Literal["lru", "lfu"] = "lru"
+    policy: Literal["lru", "lfu", "light_lfu", "tiny_lfu", "lookahead"] = "lru"
     prefetch_depth: int = 1
 
     def __post_init__(self) -> None:

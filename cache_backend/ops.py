@@ -18,7 +18,9 @@ __all__ = [
     "cache_cut",
     "cache_plan",
     "cache_release",
+    "cache_reveal",
     "cache_spill",
+    "cache_unreveal",
     "check_keys",
     "init_rows",
     "row_update",
@@ -30,6 +32,8 @@ torch.ops.load_library(str(Path(_table.__file__).parent / "libhetrec_ops.so"))
 check_keys = torch.ops.hetrec.check_keys.default
 unique_rows = torch.ops.hetrec.unique_rows.default
 cache_plan = torch.ops.hetrec.cache_plan.default
+cache_reveal = torch.ops.hetrec.cache_reveal.default
+cache_unreveal = torch.ops.hetrec.cache_unreveal.default
 cache_spill = torch.ops.hetrec.cache_spill.default
 cache_cut = torch.ops.hetrec.cache_cut.default
 cache_answered = torch.ops.hetrec.cache_answered.default
@@ -83,12 +87,14 @@ def _(
     priority: Tensor,
     meta: Tensor,
     rows: Tensor,
+    sketch: Tensor,
+    window: Tensor,
     keys: Tensor,
     tables: Tensor,
     policy: int,
     tick: int,
+    uses: int,
     staleness: Tensor,
-    spill_in_use: bool,
     want_checks: bool,
 ) -> tuple[Tensor, ...]:
     checks = _size()
@@ -99,8 +105,18 @@ def _(
         _i32(keys, checks),
         _i64(keys, checks),
         *_push(keys, rows),
-        _i64(keys, 4),
+        _i64(keys, 5),
     )
+
+
+@torch.library.register_fake("hetrec::cache_reveal")
+def _(tags: Tensor, priority: Tensor, meta: Tensor, window: Tensor, keys: Tensor, tables: Tensor, tick: int) -> Tensor:
+    return _i64(keys, 1)
+
+
+@torch.library.register_fake("hetrec::cache_unreveal")
+def _(priority: Tensor, window: Tensor) -> None:
+    return None
 
 
 @torch.library.register_fake("hetrec::cache_spill")

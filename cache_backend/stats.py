@@ -19,8 +19,9 @@ def lag_of_bin(lag_bin: int) -> int:
 class CacheStats:
     """Counters since the start. Rows are counted per step and unique row, bytes as payload before any encoding.
 
-    ``wait_s``: seconds a step waited for its exchange. ``overflow``: rows that found their set full of rows in use
-    and went through without being kept. ``lags``: observed staleness. Whenever the store looked at the clock of a
+    ``wait_s``: seconds a step waited for its exchange. Two kinds of misses went through without being kept:
+    ``overflow`` found their set full of rows in use, ``bypassed`` were worth less to the policy than what they would
+    have replaced. ``lags``: observed staleness. Whenever the store looked at the clock of a
     cached row: by how much the row's global clock was ahead of it, that is how many updates by others the row had
     missed (with ``clock: lamport``, at least how many). Bin 0 counts the rows that had missed none, bin i those whose
     lag has i binary digits, the last of the ``LAG_BINS`` all larger ones.
@@ -36,6 +37,7 @@ class CacheStats:
     pushed: int = 0
     evicted: int = 0
     overflow: int = 0
+    bypassed: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     wait_s: float = 0.0

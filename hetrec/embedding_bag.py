@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from cache_backend import ops
-from cache_backend.cache import Cache, CachePlan
+from cache_backend.cache import WINDOW, Cache, CachePlan, UniqueRows
 from cache_backend.config import CacheConfig, EmbeddingOptimizer
 from cache_backend.stats import CacheStats
 from cache_backend.store import EmbeddingStore, ExchangeReply, ExchangeRequest, StoreError, TableSchema
@@ -27,6 +27,14 @@ from hetrec.features import Bags, FeatureGroup, check_features
 __all__ = ["HetEmbeddingBagCollection"]
 
 DEFAULT_CACHE_ROWS = 500_000
+
+
+@dataclass
+class _Inputs:
+    """A batch as the caches take it: unique rows and bags of each group."""
+
+    features: KeyedJaggedTensor
+    groups: list[tuple[UniqueRows, Bags]]
 
 
 @dataclass
@@ -104,6 +112,7 @@ class HetEmbeddingBagCollection(nn.Module):
     def _forget_batches(self) -> None:
         self._begun: list[_BatchPlan] = []  # since the last step; the last one is the current batch
         self._ahead: deque[_BatchPlan] = deque()  # planned, not yet begun, in the order in which they will be
+        self._in_view: deque[_Inputs] = deque()  # revealed to the caches, not yet planned: those that follow
 
     def __getstate__(self) -> dict[str, Any]:
         if self.is_open:
@@ -174,6 +183,7 @@ class HetEmbeddingBagCollection(nn.Module):
         self._store = store
         self._scale = 1.0 / world_size
         self._prefetch_depth = cache.prefetch_depth
+        self._looks_ahead = any(group.cache.looks_ahead for group in self._groups)
         self._wait_s = 0.0
         # One thread: the store answers exchanges in the order of their plans, on which later plans rely.
         self._exchanges = ThreadPoolExecutor(1, thread_name_prefix="hetrec-exchange")
@@ -184,14 +194,15 @@ class HetEmbeddingBagCollection(nn.Module):
 
         Args:
             features: the batch.
-            upcoming: batches known to come, nearest first; the first ``cache.prefetch_depth`` of them are planned. The
-                object that stands here must be the one a later ``begin`` gets: identity ties a prefetched plan to its
-                batch.
+            upcoming: batches known to come, nearest first; the first ``cache.prefetch_depth`` of them are planned, the
+                others tell the policy ``lookahead`` what to keep. The object that stands here must be the one a later
+                ``begin`` gets: identity ties a prefetched plan to its batch.
         """
         self._expect_open()
         if self._lr_in_backward is not None:
             self.discard()  # what no gradient reached
         self._give_back_ahead(until=features)
+        self._look_ahead([features, *upcoming])
         if not self._ahead:
             self._ahead.append(self._plan(features))
         plan = self._ahead[0]
@@ -276,12 +287,38 @@ class HetEmbeddingBagCollection(nn.Module):
             self._groups = []
             self._store = None
 
-    def _plan(self, features: KeyedJaggedTensor) -> _BatchPlan:
+    def _look_ahead(self, stream: Sequence[KeyedJaggedTensor]) -> None:
+        """Reveal to the caches, each once, the batches of ``stream`` that come after those that will be planned now."""
+        if not self._looks_ahead:
+            return
+        coming = stream[len(self._ahead) :][:WINDOW]
+        if any(known.features is not features for known, features in zip(self._in_view, coming, strict=False)):
+            self._lose_view()
+        if len(stream) <= 1 + self._prefetch_depth and not self._in_view:
+            return  # all of them are planned at once: there is nothing beyond to know
+        for features in coming[len(self._in_view) :]:
+            inputs = self._inputs(features)
+            self._in_view.append(inputs)
+            for group, (rows, _) in zip(self._groups, inputs.groups, strict=True):
+                group.cache.reveal(rows)
+
+    def _lose_view(self) -> None:
+        self._in_view.clear()
+        for group in self._groups:
+            group.cache.unreveal()
+
+    def _inputs(self, features: KeyedJaggedTensor) -> _Inputs:
         check_features(features, self._is_weighted)
+        return _Inputs(features, [group.features.rows_and_bags(features, self._is_weighted) for group in self._groups])
+
+    def _plan(self, features: KeyedJaggedTensor) -> _BatchPlan:
+        if self._in_view and self._in_view[0].features is not features:
+            self._lose_view()
         # All groups are checked before the first cache is touched: a bad key must leave no pins behind.
-        inputs = [group.features.rows_and_bags(features, self._is_weighted) for group in self._groups]
+        inputs = self._in_view.popleft() if self._in_view else self._inputs(features)
         groups = [
-            _GroupPlan(group.cache.plan(rows), bags) for group, (rows, bags) in zip(self._groups, inputs, strict=True)
+            _GroupPlan(group.cache.plan(rows), bags)
+            for group, (rows, bags) in zip(self._groups, inputs.groups, strict=True)
         ]
         return _BatchPlan(features, groups, self._launch(groups))
 

@@ -2,8 +2,8 @@
 //
 // Eviction rule: the way with the lowest priority goes; ties go to the lowest way. An empty way has priority kEmpty,
 // below every row. A pinned row (some batch in flight uses it) carries kPinned in its priority, above every unpinned
-// one: when the lowest priority of a set is a pinned one, nothing can be evicted and the newcomer overflows. LRU's
-// priority is the number of the batch that used the row last.
+// one: when the lowest priority of a set is a pinned one, nothing can be evicted and the newcomer overflows. What a
+// priority says is the policy's: core/policy.h.
 #pragma once
 
 #include <cstdint>
@@ -13,32 +13,20 @@
 #endif
 
 #include "hd.h"
+#include "policy.h"
 
 namespace hetrec {
 
 constexpr int kWays = 32;
-constexpr int64_t kEmpty = -1;
-constexpr int64_t kPinned = int64_t{1} << 56;
-
-enum class Policy : int32_t {
-  kLru = 0,  // the number of the batch that used the row last
-  kLfu = 1,  // batches that used the row while it was cached; among equals, the last use
-};
-constexpr int kPolicies = 2;
-
-// The priority of a row that batch `tick` uses. `before` is its priority so far, kEmpty for a newcomer.
-HETREC_HD int64_t used_priority(Policy policy, int64_t before, int64_t tick) {
-  if (policy == Policy::kLru) return tick;
-  constexpr int64_t kMostUses = (int64_t{1} << 24) - 1;
-  const int64_t uses = before == kEmpty ? 0 : (before & ~kPinned) >> 32;
-  return (uses < kMostUses ? uses + 1 : kMostUses) << 32 | (tick & 0xffffffff);
-}
 
 // What a slot holds, 32 bytes. `pending` counts the updates not yet pushed, `pins` the batches in flight, `answers_due`
 // those of them whose request asks about the row (a check, a fetch, or one still to be made) and is not answered yet.
 //
 // While an answer is due nobody else asks about the row: a second request could push what the first answer, computed
 // before it, does not contain, and committing that answer would take the rank's own updates away for a while.
+//
+// light_lfu: a frequent row holds kFrequent pins of its own. While it does, its priority stays pinned, and using or
+// unpinning it touches nothing but this record. It loses them when its set is aged, or leaves when no other row can.
 struct SlotMeta {
   int64_t key;
   int64_t start_clock;
@@ -48,6 +36,11 @@ struct SlotMeta {
   int32_t answers_due;
 };
 static_assert(sizeof(SlotMeta) == 32);
+
+constexpr int32_t kFrequent = int32_t{1} << 30;
+
+// Batches in flight that use the slot.
+HETREC_HD int32_t batches_in_flight(const SlotMeta& meta) { return meta.pins & (kFrequent - 1); }
 
 // Ways of a set whose tag equals `tag`, one bit each.
 HETREC_HD uint32_t match_tags(const uint8_t* tags, uint8_t tag) {
@@ -74,6 +67,25 @@ HETREC_HD int victim_way(const int64_t* priority) {
   }
   const int way = static_cast<int>(lowest & (kWays - 1));
   return (priority[way] & kPinned) != 0 && priority[way] >= 0 ? -1 : way;
+}
+
+// light_lfu, where victim_way finds nothing: the frequent way that no batch in flight uses and that was counted last
+// longest ago, or -1.
+HETREC_HD int frequent_victim_way(const int64_t* priority, const SlotMeta* meta) {
+  int way = -1;
+  for (int candidate = 0; candidate < kWays; ++candidate) {
+    if (meta[candidate].pins != kFrequent) continue;
+    if (way < 0 || priority[candidate] < priority[way]) way = candidate;
+  }
+  return way;
+}
+
+// The way of a set that holds the row, or -1; `matches` as of match_tags.
+HETREC_HD int find_way(const SlotMeta* meta, uint32_t matches, int64_t key, int32_t table) {
+  for (int way = 0; matches != 0; ++way, matches >>= 1) {
+    if ((matches & 1) != 0 && meta[way].key == key && meta[way].table == table) return way;
+  }
+  return -1;
 }
 
 }  // namespace hetrec

@@ -3,7 +3,8 @@
 // Shapes: N positions (keys of a batch, duplicates included), U unique rows, F features, B samples, D weights a row,
 // R = D + optimizer state, S = slots of the cache (a multiple of 32), S' = S + spill rows.
 //   tags uint8 (S), priority int64 (S), meta int64 (S', 4) (see core/cache_set.h), rows float32 (S', 2, R): values,
-//   deltas.
+//   deltas. sketch uint8 (S / 32, 256) for tiny_lfu and lookahead (core/frequency_sketch.h), window int64 (buckets, 8,
+//   2) for lookahead (core/window.h), else empty.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(hetrec, m) {
@@ -14,15 +15,23 @@ STABLE_TORCH_LIBRARY(hetrec, m) {
   m.def(
       "unique_rows(Tensor keys, Tensor feature_splits, Tensor feature_tables) -> "
       "(Tensor keys, Tensor tables, Tensor inverse, Tensor order, Tensor splits)");
-  // Finds or makes room for every row, pins it, and cuts what must be pushed. slots (U), -1 where no room was found.
-  // fetch: rows (indices into U) to fetch, counts[0] inserted ones first, then refreshed ones. late: rows that become
-  // invalid by updates still to come. checks: hits whose clock the server should look at (check_clocks). staleness
-  // int64 (T): the bound s, by table id. counts: inserted, evicted, unplaced, spill rows in use.
+  // Finds or makes room for every row, pins it, and cuts what must be pushed. slots (U), -1 where the spill rows are
+  // too few. fetch: rows (indices into U) to fetch, counts[0] inserted ones first, then refreshed ones. late: rows that
+  // become invalid by updates still to come. checks: hits whose clock the server should look at (check_clocks).
+  // tick: the batch's number; uses: rows of all batches before. staleness int64 (T): the bound s, by table id.
+  // counts: inserted, evicted, refused a slot, without a slot because all were pinned, without a spill row.
   m.def(
-      "cache_plan(Tensor(a!) tags, Tensor(b!) priority, Tensor(c!) meta, Tensor(d!) rows, Tensor keys, Tensor tables, "
-      "int policy, int tick, Tensor staleness, bool spill_in_use, bool want_checks) -> "
+      "cache_plan(Tensor(a!) tags, Tensor(b!) priority, Tensor(c!) meta, Tensor(d!) rows, Tensor(e!) sketch, "
+      "Tensor(f!) window, Tensor keys, Tensor tables, int policy, int tick, int uses, Tensor staleness, "
+      "bool want_checks) -> "
       "(Tensor slots, Tensor fetch, Tensor late, Tensor checks, Tensor check_clocks, Tensor push_keys, "
       "Tensor push_tables, Tensor push_starts, Tensor push_clocks, Tensor push_deltas, Tensor counts)");
+  // lookahead: batch `tick`, at most 64 after the one planned last, uses these rows. Returns how many found no room.
+  m.def(
+      "cache_reveal(Tensor tags, Tensor(a!) priority, Tensor meta, Tensor(b!) window, Tensor keys, Tensor tables, "
+      "int tick) -> Tensor");
+  // lookahead: the batches that were revealed do not come.
+  m.def("cache_unreveal(Tensor(a!) priority, Tensor(b!) window) -> ()");
   // Gives rows without a slot (-1) free spill rows, pinned; returns how many found none.
   m.def("cache_spill(Tensor(a!) meta, Tensor(b!) slots, Tensor keys, Tensor tables, int capacity) -> Tensor");
   // Cuts the pending deltas of slots: what a push carries is no longer pending. selected: indices into slots.

@@ -21,7 +21,7 @@ def planned() -> tuple[Cache, CachePlan]:
     """A cache that holds one updated batch, with a second batch planned, committed and not yet updated."""
     store = LocalStore()
     store.open([TableSchema("t", DIM, 1, 3, -1.0, 1.0, 0.0)])
-    cache = Cache(32, DIM, EmbeddingOptimizer(), store, staleness=0)
+    cache = Cache(32, DIM, EmbeddingOptimizer(), store, staleness=0, policy="lookahead")
     for keys in ([1, 2, 3, 3, 4, 5], [1, 2, 9, 9, 7, 8]):
         plan = cache.plan(unique(torch.tensor(keys)))
         cache.commit(plan, store.exchange(plan.request))
@@ -42,14 +42,18 @@ def cases() -> dict[str, tuple]:
     reply_rows, clocks = torch.randn(plan.slots.numel(), DIM + 1), torch.ones(plan.slots.numel(), dtype=torch.int64)
     fresh = torch.tensor([1, 0, 0, 1, 0], dtype=torch.uint8)
     seeds, values = torch.tensor([3]), torch.tensor([[-1.0, 1.0, 0.0]])
-    state = (cache.tags, cache.priority, cache.meta, cache.rows)
+    window = torch.zeros(2, 8, 2, dtype=torch.int64)
+    ops.cache_reveal(cache.tags, cache.priority, cache.meta, window, rows.keys, rows.tables, 9)
+    state = (cache.tags, cache.priority, cache.meta, cache.rows, cache.sketch, window)
     unplaced = torch.full_like(plan.slots, -1)
     bags = (bag_of, offsets, weights, mean)
     adagrad = (2, 0.1, 1e-8)
     return {
         "check_keys": (keys, splits, torch.tensor([5, 0])),
         "unique_rows": (keys, splits, torch.tensor([0, 0], dtype=torch.int32)),
-        "cache_plan": (*state, rows.keys, rows.tables, 1, 9, torch.tensor([0]), True, True),
+        "cache_plan": (*state, rows.keys, rows.tables, 4, 9, 500, torch.tensor([0]), True),
+        "cache_reveal": (cache.tags, cache.priority, cache.meta, window, rows.keys, rows.tables, 11),
+        "cache_unreveal": (cache.priority, window),
         "cache_spill": (cache.meta, unplaced, rows.keys, rows.tables, cache.capacity),
         "cache_cut": (cache.meta, cache.rows, plan.slots),
         "cache_answered": (cache.meta, plan.slots, torch.tensor([0, 2], dtype=torch.int32)),

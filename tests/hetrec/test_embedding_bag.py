@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 
@@ -11,7 +12,10 @@ from bags import PlainBags, batch, opened, random_batch, stored_rows, table
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 
 from cache_backend import CacheConfig, EmbeddingOptimizer, ExchangeReply, ExchangeRequest, LocalStore
+from cache_backend.cache import UniqueRows
+from cache_backend.config import POLICIES
 from hetrec import HetEmbeddingBagCollection
+from hetrec.features import Bags, FeatureGroup
 
 # After 25 steps at lr 0.1 on values of about 1. Against float64 the error is that of float32 arithmetic; the float32
 # reference rounds in another order, so it gets the same room.
@@ -79,6 +83,61 @@ def test_training_through_the_cache_is_training_without_one(
     for group in collection._groups:
         answers_due = group.cache.meta.view(torch.int32)[:, 7]
         assert not answers_due.any()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_every_policy_trains_as_no_cache_does(policy: str, prefetch: int, staleness: int) -> None:
+    """Rows that pass through without a slot are fetched, updated, pushed, and found again while in flight."""
+    optimizer = EmbeddingOptimizer("rowwise_adagrad", lr=0.1)
+    names = ["x", "y", "z", "w"]
+    tables = [dataclasses.replace(config, num_embeddings=200) for config in tables_of_every_kind()]
+    config = CacheConfig(rows=128, staleness=staleness, policy=policy, prefetch_depth=prefetch)
+    collection = opened(tables, optimizer, config)
+    generator = torch.Generator().manual_seed(prefetch)
+    batches = [random_batch(names, 6, 200, generator) for _ in range(40)]
+    train(collection, PlainBags(collection, optimizer, torch.float64), batches, depth=6)
+    stats = collection.stats()
+    assert stats.evicted > 0
+    assert (stats.bypassed > 0) == (policy in ("tiny_lfu", "lookahead"))
+
+
+def test_a_batch_is_made_unique_once_however_long_it_is_in_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    original = FeatureGroup.rows_and_bags
+
+    def counted(group: FeatureGroup, features: KeyedJaggedTensor, is_weighted: bool) -> tuple[UniqueRows, Bags]:
+        seen.append(id(features))
+        return original(group, features, is_weighted)
+
+    monkeypatch.setattr(FeatureGroup, "rows_and_bags", counted)
+    collection = opened([table("t", ["x"])], cache=CacheConfig(rows=32, policy="lookahead"))
+    generator = torch.Generator().manual_seed(0)
+    batches = [random_batch(["x"], 6, 60, generator) for _ in range(90)]
+    for i, features in enumerate(batches):
+        collection.begin(features, batches[i + 1 : i + 81])  # further than the policy looks
+        collection(features).values().sum().backward()
+        collection.step(0.1)
+    assert seen == [id(features) for features in batches]
+
+
+def test_other_batches_than_announced_may_come() -> None:
+    optimizer = EmbeddingOptimizer("adagrad", lr=0.1)
+    collection = opened([table("t", ["x"], rows=200)], optimizer, CacheConfig(rows=64, policy="lookahead"))
+    plain = PlainBags(collection, optimizer, torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    batches = [random_batch(["x"], 24, 200, generator) for _ in range(40)]
+    collection.train()
+    for i, features in enumerate(batches):
+        told = [batches[i + 1 : i + 9], batches[i + 2 : i + 9], (), batches[:5]][i % 4]
+        collection.begin(features, told)
+        out, expected = collection(features).values(), plain(features)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=5e-6)
+        for pooled in (out, expected):
+            (pooled - 0.1).square().sum().backward()
+        collection.step(0.1)
+        plain.step(0.1)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)

@@ -3,48 +3,293 @@
 
 #include <algorithm>
 #include <tuple>
-#include <unordered_map>
 #include <vector>
 
 #include "core/clock.h"
+#include "core/frequency_sketch.h"
 #include "core/hash.h"
+#include "core/window.h"
 #include "ops/cpu/slots.h"
+#include "ops/cpu/spill.h"
 
 namespace hetrec {
 namespace {
 
-struct RowName {
-  int32_t table;
-  int64_t key;
-  bool operator==(const RowName&) const = default;
+// What the policies keep. `sketch`: kSketchBytes a set, for those that admit; `window`: lookahead's, null before a
+// batch came into view.
+struct PolicyState {
+  int64_t* priority;
+  uint8_t* sketch;
+  ComingUses* window;
+  int64_t buckets;
+  int64_t tick;
 };
-struct RowNameHash {
-  size_t operator()(const RowName& row) const { return hash_row(row.table, row.key); }
-};
-using SpillIndex = std::unordered_map<RowName, int64_t, RowNameHash>;
 
-// Spill rows hold what found no way in its set. Those no batch in flight uses leave now (the dirty ones into `push`);
-// the rest stay findable.
-SpillIndex sweep_spill(const Slots& slots, int64_t capacity, std::vector<int64_t>* push, std::vector<int64_t>* freed) {
-  SpillIndex in_use;
-  for (int64_t slot = capacity; slot < slots.n; ++slot) {
-    const SlotMeta& meta = slots.meta[slot];
-    if (meta.table < 0) continue;
-    if (meta.pins > 0) {
-      in_use.emplace(RowName{meta.table, meta.key}, slot);
-      continue;
+// A batch on its way through the cache. kPolicy is known to the compiler: what a policy does not need is not there.
+template <Policy kPolicy>
+class Planner {
+ public:
+  Planner(uint8_t* tags, const PolicyState& policy, const Slots& slots, int64_t capacity, const int64_t* staleness,
+          bool want_checks, SpillArea* spill)
+      : tags_(tags),
+        priority_(policy.priority),
+        policy_(policy),
+        slots_(slots),
+        n_sets_(capacity / kWays),
+        staleness_(staleness),
+        want_checks_(want_checks),
+        spill_(spill) {}
+
+  // Ages the sets whose turn it is after `uses` rows, and before `n` more.
+  void age(int64_t uses, int64_t n) {
+    if constexpr (!ages(kPolicy)) return;
+    const int64_t end = sets_aged(uses + n, kWays);
+    for (int64_t turn = sets_aged(uses, kWays); turn < end; ++turn) {
+      const int64_t set = turn % n_sets_;
+      for (int64_t slot = set * kWays; slot < (set + 1) * kWays; ++slot) {
+        if (priority_[slot] == kEmpty) continue;
+        if (kPolicy == Policy::kLightLfu && frequency_of(priority_[slot]) >= kFrequentEnough) {
+          SlotMeta& meta = slots_.meta[slot];
+          meta.pins = batches_in_flight(meta);
+          if (meta.pins == 0) priority_[slot] &= ~kPinned;
+        }
+        priority_[slot] = aged_priority(priority_[slot]);
+      }
+      if constexpr (admits(kPolicy)) age_sketch(policy_.sketch + set * kSketchBytes);
     }
-    if (meta.pending > 0) push->push_back(slot);
-    freed->push_back(slot);
   }
-  return in_use;
+
+  // Finds and pins what is there, in blocks: tags on their way while the hashes of a block are made, slots while its
+  // tags are matched.
+  void probe(const int64_t* keys, const int32_t* tables, int64_t n, int64_t* slot_of) {
+    constexpr int64_t kBlock = 32;
+    uint64_t hashes[kBlock];
+    uint32_t matches[kBlock];
+    misses_.reserve(static_cast<size_t>(n));
+    for (int64_t begin = 0; begin < n; begin += kBlock) {
+      const int64_t end = std::min(n, begin + kBlock);
+      for (int64_t u = begin; u < end; ++u) {
+        const uint64_t hash = hash_row(tables[u], keys[u]);
+        hashes[u - begin] = hash;
+        __builtin_prefetch(tags_ + base_of(hash));
+        if (sees_ahead()) {
+          const ComingUses* bucket = window_bucket(policy_.window, policy_.buckets, hash);
+          __builtin_prefetch(bucket, 1);
+          __builtin_prefetch(bucket + kBucketEntries / 2, 1);
+        }
+      }
+      for (int64_t u = begin; u < end; ++u) {
+        const uint64_t hash = hashes[u - begin];
+        matches[u - begin] = match_tags(tags_ + base_of(hash), tag_of(hash));
+        if (matches[u - begin] == 0) continue;
+        const int64_t slot = base_of(hash) + __builtin_ctz(matches[u - begin]);
+        __builtin_prefetch(slots_.meta + slot, 1);
+        if constexpr (kPolicy != Policy::kLightLfu) __builtin_prefetch(priority_ + slot, 1);
+      }
+      for (int64_t u = begin; u < end; ++u) {
+        const uint64_t hash = hashes[u - begin];
+        const int64_t base = base_of(hash), next = next_use(hash);
+        const int way = find_way(slots_.meta + base, matches[u - begin], keys[u], tables[u]);
+        if (way >= 0) {
+          slot_of[u] = base + way;
+          use(u, slot_of[u], tables[u]);
+          count(slot_of[u], next);
+          continue;
+        }
+        if (const int64_t slot = spill_->find(hash, keys[u], tables[u]); slot >= 0) {
+          slot_of[u] = slot;
+          use(u, slot, tables[u]);
+          if constexpr (admits(kPolicy)) {
+            const SketchCells cells = sketch_cells(hash);
+            uint8_t* sketch = sketch_of(base);
+            remember(sketch, cells, one_use_more(kPolicy, remembered(sketch, cells)));
+          }
+          continue;
+        }
+        misses_.push_back({hash, next, static_cast<int32_t>(u)});
+      }
+      count_later();
+    }
+  }
+
+  // Chooses slots for what is not there. All hits are pinned by now, so no row of this batch is thrown out by another.
+  void place(int64_t* slot_of) {
+    left_.reserve(misses_.size());
+    for (size_t j = 0; j < misses_.size(); ++j) {
+      if (j + kAhead < misses_.size()) {
+        const int64_t base = base_of(misses_[j + kAhead].hash);
+        for (int line = 0; line < 4; ++line) __builtin_prefetch(priority_ + base + 8 * line, 1);
+        if constexpr (admits(kPolicy)) {
+          __builtin_prefetch(sketch_of(base) + sketch_cells(misses_[j + kAhead].hash).byte[0], 1);
+        }
+      }
+      const Miss& miss = misses_[j];
+      const int64_t base = base_of(miss.hash);
+      int64_t before = 0;
+      if constexpr (admits(kPolicy)) before = remembered(sketch_of(base), sketch_cells(miss.hash));
+      const int64_t frequency = one_use_more(kPolicy, before);
+      const int64_t priority = priority_of(kPolicy, frequency, policy_.tick, miss.next);
+      int way = victim_way(priority_ + base);
+      if (kPolicy == Policy::kLightLfu && way < 0) {
+        way = frequent_victim_way(priority_ + base, slots_.meta + base);
+        if (way >= 0) slots_.meta[base + way].pins = 1;  // the newcomer's already, so that no other one takes the slot
+      }
+      const bool refused = admits(kPolicy) && way >= 0 && priority < priority_[base + way];
+      if (way < 0 || refused) {
+        ++(refused ? bypassed_ : overflow_);
+        if constexpr (admits(kPolicy)) remember(sketch_of(base), sketch_cells(miss.hash), frequency);
+        slot_of[miss.u] = spill_->take();
+        unplaced_ += slot_of[miss.u] < 0;
+        continue;
+      }
+      const int64_t slot = base + way;
+      slot_of[miss.u] = slot;
+      left_.push_back({slot, priority_[slot] == kEmpty ? 0 : frequency_of(priority_[slot])});
+      tags_[slot] = tag_of(miss.hash);
+      priority_[slot] = priority | kPinned;
+      __builtin_prefetch(slots_.meta + slot, 1);
+    }
+  }
+
+  // What leaves or is fetched again and has pending deltas joins `push`; a row that leaves is remembered.
+  void gather(const int64_t* slot_of, std::vector<int64_t>* push) {
+    for (const Left& left : left_) {
+      const SlotMeta& meta = slots_.meta[left.slot];
+      if (meta.table < 0) continue;
+      ++evicted_;
+      if (meta.pending > 0) push->push_back(left.slot);
+      if constexpr (admits(kPolicy)) {
+        const int64_t base = left.slot / kWays * kWays;
+        remember(sketch_of(base), sketch_cells(hash_row(meta.table, meta.key)), left.frequency);
+      }
+    }
+    for (const int32_t u : refresh) {
+      if (slots_.meta[slot_of[u]].pending > 0) push->push_back(slot_of[u]);
+    }
+  }
+
+  // Writes the newcomers' records; what was in their slots is cut by now.
+  void enter(const int64_t* keys, const int32_t* tables, const int64_t* slot_of) const {
+    for (const Miss& miss : misses_) {
+      if (slot_of[miss.u] >= 0) slots_.meta[slot_of[miss.u]] = {keys[miss.u], 0, 0, tables[miss.u], 1, 1};
+    }
+  }
+
+  // Rows to fetch: newcomers, then those that are refreshed.
+  Tensor fetch() const {
+    Tensor fetch_t = empty<int32_t>({static_cast<int64_t>(misses_.size() + refresh.size())});
+    auto* out = data<int32_t>(fetch_t, "fetch");
+    for (const Miss& miss : misses_) *out++ = miss.u;
+    std::copy(refresh.begin(), refresh.end(), out);
+    return fetch_t;
+  }
+
+  Tensor counts() const {
+    const int64_t all[5] = {static_cast<int64_t>(misses_.size()), evicted_, bypassed_, overflow_, unplaced_};
+    return from_values(all, 5);
+  }
+
+  std::vector<int32_t> refresh, late, checks;
+  std::vector<int64_t> check_clocks;
+
+ private:
+  struct Miss {
+    uint64_t hash;
+    int64_t next;
+    int32_t u;
+  };
+  struct Left {
+    int64_t slot, frequency;
+  };
+
+  int64_t base_of(uint64_t hash) const { return set_of(hash, n_sets_) * kWays; }
+  uint8_t* sketch_of(int64_t base) const { return policy_.sketch + base / kWays * kSketchBytes; }
+  bool sees_ahead() const { return kPolicy == Policy::kLookahead && policy_.buckets > 0; }
+
+  // The first coming batch that uses the row after this one, which is taken out of its entry.
+  int64_t next_use(uint64_t hash) const {
+    if (!sees_ahead()) return kNever;
+    ComingUses* uses = find_coming(window_bucket(policy_.window, policy_.buckets, hash), hash);
+    if (uses == nullptr) return kNever;
+    uses->batches &= ~batch_bit(policy_.tick);
+    return uses->batches == 0 ? kNever : first_after(uses->batches, policy_.tick);
+  }
+
+  // Pins the slot, and decides whether the row may be used as it is, must be asked about, or fetched again.
+  void use(int64_t u, int64_t slot, int32_t table) {
+    SlotMeta& meta = slots_.meta[slot];
+    const int64_t bound = staleness_[table], to_come = batches_in_flight(meta);
+    if (!write_is_fresh(meta.pending, to_come, bound)) {
+      // A refresh now resets what was pending; the updates to come of batches in flight may still be too many.
+      (to_come <= bound && meta.answers_due == 0 ? refresh : late).push_back(static_cast<int32_t>(u));
+      ++meta.answers_due;
+    } else if (want_checks_ && meta.answers_due == 0) {
+      checks.push_back(static_cast<int32_t>(u));
+      check_clocks.push_back(meta.start_clock + meta.pending);
+      ++meta.answers_due;
+    }
+    ++meta.pins;
+  }
+
+  // Gives a row that was found the priority of one more use.
+  void count(int64_t slot, int64_t next) {
+    if constexpr (kPolicy == Policy::kLightLfu) {  // frequent rows' priorities are not even read
+      if (slots_.meta[slot].pins >= kFrequent) return;
+      __builtin_prefetch(priority_ + slot, 1);
+      later_.push_back(slot);
+    } else {
+      const int64_t frequency = one_use_more(kPolicy, frequency_of(priority_[slot]));
+      priority_[slot] = priority_of(kPolicy, frequency, policy_.tick, next) | kPinned;
+    }
+  }
+
+  // light_lfu: counts what a block found among rows that are not frequent, their priorities having arrived.
+  void count_later() {
+    for (const int64_t slot : later_) {
+      const int64_t frequency = one_use_more(kPolicy, frequency_of(priority_[slot]));
+      priority_[slot] = priority_of(kPolicy, frequency, policy_.tick) | kPinned;
+      if (frequency >= kFrequentEnough) slots_.meta[slot].pins += kFrequent;
+    }
+    later_.clear();
+  }
+
+  uint8_t* tags_;
+  int64_t* priority_;
+  const PolicyState& policy_;
+  const Slots& slots_;
+  int64_t n_sets_;
+  const int64_t* staleness_;
+  bool want_checks_;
+  SpillArea* spill_;
+  std::vector<Miss> misses_;
+  std::vector<Left> left_;
+  std::vector<int64_t> later_;
+  int64_t evicted_ = 0, bypassed_ = 0, overflow_ = 0, unplaced_ = 0;
+};
+
+// Calls `run` with the policy as a compile-time constant.
+template <typename Run>
+auto with_policy(int64_t policy, Run run) {
+  switch (static_cast<Policy>(policy)) {
+    case Policy::kLru:
+      return run.template operator()<Policy::kLru>();
+    case Policy::kLfu:
+      return run.template operator()<Policy::kLfu>();
+    case Policy::kLightLfu:
+      return run.template operator()<Policy::kLightLfu>();
+    case Policy::kTinyLfu:
+      return run.template operator()<Policy::kTinyLfu>();
+    case Policy::kLookahead:
+      return run.template operator()<Policy::kLookahead>();
+  }
+  STD_TORCH_CHECK(false, "unknown policy ", policy);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cache_plan(
-    Tensor tags_t, Tensor priority_t, Tensor meta_t, Tensor rows_t, const Tensor& keys_t, const Tensor& tables_t,
-    int64_t policy_code, int64_t tick, const Tensor& staleness_t, bool spill_in_use, bool want_checks) {
+    Tensor tags_t, Tensor priority_t, Tensor meta_t, Tensor rows_t, Tensor sketch_t, Tensor window_t,
+    const Tensor& keys_t, const Tensor& tables_t, int64_t policy_code, int64_t tick, int64_t uses,
+    const Tensor& staleness_t, bool want_checks) {
   auto* tags = data<uint8_t>(tags_t, "tags");
-  auto* priority = data<int64_t>(priority_t, "priority");
   const Slots slots(meta_t, rows_t);
   const auto* keys = data<const int64_t>(keys_t, "keys");
   const auto* tables = data<const int32_t>(tables_t, "tables");
@@ -53,157 +298,45 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   const int64_t n = keys_t.numel();
   STD_TORCH_CHECK(capacity > 0 && capacity % kWays == 0 && priority_t.numel() == capacity && slots.n >= capacity,
                   "a cache has a multiple of 32 slots, got ", capacity);
-  STD_TORCH_CHECK(tick >= 0 && tick < kPinned, "tick must be in [0, 2^56), got ", tick);
+  STD_TORCH_CHECK(tick >= 0 && tick < kLastTick, "tick must be in [0, 2^31 - 1), got ", tick);
   STD_TORCH_CHECK(policy_code >= 0 && policy_code < kPolicies, "unknown policy ", policy_code);
-  const auto policy = static_cast<Policy>(policy_code);
-  const int64_t n_sets = capacity / kWays;
+  STD_TORCH_CHECK(!admits(static_cast<Policy>(policy_code)) || sketch_t.numel() == capacity / kWays * kSketchBytes,
+                  "this policy needs a sketch of ", kSketchBytes, " bytes a set");
+  STD_TORCH_CHECK(window_t.numel() % (2 * kBucketEntries) == 0, "window must be (buckets, ", kBucketEntries, ", 2)");
   for (int64_t u = 0; u < n; ++u) {
     STD_TORCH_CHECK(tables[u] >= 0 && tables[u] < staleness_t.numel(), "table id ", tables[u],
                     " has no staleness bound; ", staleness_t.numel(), " tables are known");
   }
+  const PolicyState state{data<int64_t>(priority_t, "priority"), data<uint8_t>(sketch_t, "sketch"),
+                          reinterpret_cast<ComingUses*>(data<int64_t>(window_t, "window")),
+                          window_t.numel() / (2 * kBucketEntries), tick};
 
-  std::vector<int64_t> push_from, freed;
-  SpillIndex spill;
-  if (spill_in_use) spill = sweep_spill(slots, capacity, &push_from, &freed);
-  Push spilled = cut_push(slots, push_from);
-  for (const int64_t slot : freed) slots.meta[slot].table = -1;
-  push_from.clear();
-
-  Tensor slots_out = empty<int64_t>({n});
-  auto* slot_of = data<int64_t>(slots_out, "slots");
-  std::vector<int32_t> misses, refresh, late, checks;
-  std::vector<int64_t> check_clocks;
-  misses.reserve(static_cast<size_t>(n));
-
-  const auto use_slot = [&](int64_t u, int64_t slot) {
-    SlotMeta& meta = slots.meta[slot];
-    slot_of[u] = slot;
-    const int64_t bound = staleness[tables[u]];
-    if (!write_is_fresh(meta.pending, meta.pins, bound)) {
-      // A refresh now resets what was pending; the updates to come of batches in flight may still be too many.
-      (meta.pins <= bound && meta.answers_due == 0 ? refresh : late).push_back(static_cast<int32_t>(u));
-      ++meta.answers_due;
-    } else if (want_checks && meta.answers_due == 0) {
-      checks.push_back(static_cast<int32_t>(u));
-      check_clocks.push_back(meta.start_clock + meta.pending);
-      ++meta.answers_due;
-    }
-    ++meta.pins;
-  };
-
-  // Probe in blocks: tags on their way while the hashes of a block are made, slots while its tags are matched.
-  constexpr int64_t kBlock = 32;
-  uint64_t hashes[kBlock];
-  uint32_t matches[kBlock];
-  for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const int64_t end = std::min(n, begin + kBlock);
-    for (int64_t u = begin; u < end; ++u) {
-      hashes[u - begin] = hash_row(tables[u], keys[u]);
-      __builtin_prefetch(tags + set_of(hashes[u - begin], n_sets) * kWays);
-    }
-    for (int64_t u = begin; u < end; ++u) {
-      const uint64_t hash = hashes[u - begin];
-      const int64_t base = set_of(hash, n_sets) * kWays;
-      matches[u - begin] = match_tags(tags + base, tag_of(hash));
-      if (matches[u - begin] == 0) continue;
-      const int64_t slot = base + __builtin_ctz(matches[u - begin]);
-      __builtin_prefetch(slots.meta + slot, 1);
-      __builtin_prefetch(priority + slot, 1);
-    }
-    for (int64_t u = begin; u < end; ++u) {
-      const int64_t base = set_of(hashes[u - begin], n_sets) * kWays;
-      bool found = false;
-      for (uint32_t mask = matches[u - begin]; mask != 0 && !found; mask &= mask - 1) {
-        const int64_t slot = base + __builtin_ctz(mask);
-        if (slots.meta[slot].key != keys[u] || slots.meta[slot].table != tables[u]) continue;
-        use_slot(u, slot);
-        priority[slot] = used_priority(policy, priority[slot], tick) | kPinned;
-        found = true;
-      }
-      if (!found && !spill.empty()) {
-        if (const auto it = spill.find({tables[u], keys[u]}); it != spill.end()) {
-          use_slot(u, it->second);
-          found = true;
-        }
-      }
-      if (!found) misses.push_back(static_cast<int32_t>(u));
-    }
-  }
-
-  // Choose victims. All hits are pinned by now, so no row of this batch is thrown out by another one.
-  const auto n_misses = static_cast<int64_t>(misses.size());
-  int64_t unplaced = 0;
-  Tensor fetch_t = empty<int32_t>({n_misses + static_cast<int64_t>(refresh.size())});
-  auto* fetch = data<int32_t>(fetch_t, "fetch");
-  const auto base_of_miss = [&](int64_t j) {
-    const auto u = static_cast<size_t>(misses[static_cast<size_t>(j)]);
-    return set_of(hash_row(tables[u], keys[u]), n_sets) * kWays;
-  };
-  for (int64_t j = 0; j < n_misses; ++j) {
-    if (j + kAhead < n_misses) {
-      const int64_t base = base_of_miss(j + kAhead);
-      for (int line = 0; line < 4; ++line) __builtin_prefetch(priority + base + 8 * line, 1);
-    }
-    const int64_t base = base_of_miss(j);
-    const int32_t u = misses[static_cast<size_t>(j)];
-    fetch[j] = u;
-    const int way = victim_way(priority + base);
-    if (way < 0) {
-      slot_of[u] = -1;
-      ++unplaced;
-      continue;
-    }
-    const int64_t slot = base + way;
-    slot_of[u] = slot;
-    tags[slot] = tag_of(hash_row(tables[u], keys[u]));
-    priority[slot] = used_priority(policy, kEmpty, tick) | kPinned;
-    __builtin_prefetch(slots.meta + slot, 1);
-  }
-
-  // Cut what leaves, then let the newcomers in.
-  int64_t evicted = 0;
-  for (int64_t j = 0; j < n_misses; ++j) {
-    const int64_t slot = slot_of[fetch[j]];
-    if (slot < 0) continue;
-    evicted += slots.meta[slot].table >= 0;
-    if (slots.meta[slot].pending > 0) push_from.push_back(slot);
-  }
-  for (size_t j = 0; j < refresh.size(); ++j) {
-    const int64_t slot = slot_of[refresh[j]];
-    fetch[n_misses + static_cast<int64_t>(j)] = refresh[j];
-    if (slots.meta[slot].pending > 0) push_from.push_back(slot);
-  }
-  Push push = cut_push(slots, push_from);
-  for (int64_t j = 0; j < n_misses; ++j) {
-    const int32_t u = fetch[j];
-    if (slot_of[u] < 0) continue;
-    slots.meta[slot_of[u]] = {keys[u], 0, 0, tables[u], 1, 1};
-  }
-  if (spilled.keys.numel() > 0) {  // rare: join both pushes
-    const int64_t a = spilled.keys.numel(), b = push.keys.numel();
-    Push both{empty<int64_t>({a + b}), empty<int32_t>({a + b}), empty<int64_t>({a + b}), empty<int64_t>({a + b}),
-              empty<float>({a + b, slots.width})};
-    const auto join = [&](Tensor Push::* field) {
-      for (auto [from, start] : {std::pair{&spilled, int64_t{0}}, std::pair{&push, a}}) {
-        Tensor part = torch::stable::narrow(both.*field, 0, start, (from->*field).size(0));
-        torch::stable::copy_(part, from->*field);
-      }
-    };
-    for (const auto field : {&Push::keys, &Push::tables, &Push::starts, &Push::clocks, &Push::deltas}) join(field);
-    push = both;
-  }
-  const int64_t counts[4] = {n_misses, evicted, unplaced, static_cast<int64_t>(spill.size())};
-  return {slots_out,
-          fetch_t,
-          from_values(late.data(), static_cast<int64_t>(late.size())),
-          from_values(checks.data(), static_cast<int64_t>(checks.size())),
-          from_values(check_clocks.data(), static_cast<int64_t>(check_clocks.size())),
-          push.keys,
-          push.tables,
-          push.starts,
-          push.clocks,
-          push.deltas,
-          from_values(counts, 4)};
+  return with_policy(policy_code, [&]<Policy kPolicy>() {
+    std::vector<int64_t> push_from;
+    SpillArea spill(slots, capacity);
+    spill.sweep(&push_from);
+    Tensor slots_out = empty<int64_t>({n});
+    auto* slot_of = data<int64_t>(slots_out, "slots");
+    Planner<kPolicy> planner(tags, state, slots, capacity, staleness, want_checks, &spill);
+    planner.age(uses, n);
+    planner.probe(keys, tables, n, slot_of);
+    planner.place(slot_of);
+    planner.gather(slot_of, &push_from);
+    const Push push = cut_push(slots, push_from);
+    spill.vacate();
+    planner.enter(keys, tables, slot_of);
+    return std::tuple{slots_out,
+                      planner.fetch(),
+                      from_values(planner.late.data(), static_cast<int64_t>(planner.late.size())),
+                      from_values(planner.checks.data(), static_cast<int64_t>(planner.checks.size())),
+                      from_values(planner.check_clocks.data(), static_cast<int64_t>(planner.check_clocks.size())),
+                      push.keys,
+                      push.tables,
+                      push.starts,
+                      push.clocks,
+                      push.deltas,
+                      planner.counts()};
+  });
 }
 
 Tensor cache_spill(Tensor meta_t, Tensor slots_t, const Tensor& keys_t, const Tensor& tables_t, int64_t capacity) {
