@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,14 +41,15 @@ def check_features(features: KeyedJaggedTensor, is_weighted: bool) -> None:
             raise ValueError("bag weights are data: they must not require a gradient")
 
 
-@dataclass
-class Bags:
-    """One group's bags. offsets int64 (F * B + 1), feature-major; weights float32 (N,) or None; bag_of int32 (N,),
-    the bag of each position, or None where bag i is position i."""
+class Bags(NamedTuple):
+    """One group's bags, as the ops take them. bag_of int32 (N,): the bag of each position, or None where bag i is
+    position i; offsets int64 (F * B + 1), feature-major; weights float32 (N,) or None; mean uint8 (F,). Where nothing
+    is pooled every position is a bag of one and the same feature."""
 
+    bag_of: Tensor | None
     offsets: Tensor
     weights: Tensor | None
-    bag_of: Tensor | None
+    mean: Tensor
 
 
 class FeatureGroup:
@@ -58,7 +59,7 @@ class FeatureGroup:
         features: their names, in the order of the output.
         tables: store ids of their tables, per feature.
         table_names, table_rows: the tables' names and sizes (0: no size), per feature.
-        mean: per feature, whether its bags are averaged.
+        mean: per feature, whether its bags are averaged; None: nothing is pooled.
     """
 
     def __init__(
@@ -67,11 +68,12 @@ class FeatureGroup:
         tables: Sequence[int],
         table_names: Sequence[str],
         table_rows: Sequence[int],
-        mean: Sequence[bool],
+        mean: Sequence[bool] | None,
     ) -> None:
         self.features = list(features)
         self.table_names = list(table_names)
-        self.mean = torch.tensor(list(mean), dtype=torch.uint8)
+        self._pooled = mean is not None
+        self._mean = torch.tensor([False] if mean is None else list(mean), dtype=torch.uint8)
         self._tables = torch.tensor(list(tables), dtype=torch.int32)
         self._rows = torch.tensor(list(table_rows), dtype=torch.int64)
 
@@ -100,9 +102,12 @@ class FeatureGroup:
                 f"table {self.table_names[feature]!r} has {size} rows (keys 0 to {size - 1}), but feature "
                 f"{self.features[feature]!r} has key {int(keys[position])}; enlarge the table or give it no size"
             )
+        rows = UniqueRows(*ops.unique_rows(keys, splits, self._tables))
+        if not self._pooled:
+            return rows, Bags(None, torch.arange(keys.numel() + 1), None, self._mean)
         bag_of = None
         if not (keys.numel() == lengths.numel() and bool((lengths == 1).all())):
             bags = torch.arange(lengths.numel(), dtype=torch.int32)
             bag_of = torch.repeat_interleave(bags, lengths.long())
         weights = features.weights().float().contiguous() if is_weighted else None
-        return UniqueRows(*ops.unique_rows(keys, splits, self._tables)), Bags(offsets, weights, bag_of)
+        return rows, Bags(bag_of, offsets, weights, self._mean)

@@ -1,0 +1,46 @@
+"""Exchanges with the store in the background, answered in the order in which they were sent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from cache_backend.store import EmbeddingStore, ExchangeReply, ExchangeRequest, StoreError
+
+__all__ = ["Exchanges", "Replies"]
+
+Replies = Future[list[ExchangeReply]]
+
+
+class Exchanges:
+    """One thread that talks to the store.
+
+    A request relies on the pushes of those before it, so after one that failed none is sent before ``recover``.
+    """
+
+    def __init__(self, store: EmbeddingStore) -> None:
+        self._store = store
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hetrec-exchange")
+        self._broken = threading.Event()
+
+    def submit(self, requests: Sequence[ExchangeRequest]) -> Replies:
+        """Send requests one after the other, behind all that were submitted before."""
+        return self._thread.submit(self._exchange, list(requests))
+
+    def recover(self, under_way: Iterable[Replies]) -> None:
+        """Wait until everything under way has ended, one way or the other, and send again from now on."""
+        wait(under_way)
+        self._broken.clear()
+
+    def shutdown(self) -> None:
+        self._thread.shutdown()
+
+    def _exchange(self, requests: list[ExchangeRequest]) -> list[ExchangeReply]:
+        if self._broken.is_set():
+            raise StoreError("an exchange before this one failed")
+        try:
+            return [self._store.exchange(request) for request in requests]
+        except BaseException:
+            self._broken.set()
+            raise
