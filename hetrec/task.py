@@ -76,6 +76,7 @@ class CTRTask(LightningModule):
         self._resumed: list[dict[str, Any]] | None = None
         self._step_due = False
         self._stepped = False
+        self._rows_overflow = torch.tensor(False)
         self.connect()
         self.optimize_with(partial(Adagrad, lr=0.02))  # unlike a lambda, it can be sent to other processes
 
@@ -170,10 +171,22 @@ class CTRTask(LightningModule):
         pooled_BX = self.embeddings(sparse).values().to(self.device)
         scaler = self._gradient_scaler()
         if scaler is not None and pooled_BX.requires_grad:
-            # The scaler unscales the gradients of parameters; those of rows leave autograd here.
-            scale = scaler.get_scale()
-            pooled_BX.register_hook(lambda gradient: gradient / scale)
+            pooled_BX.register_hook(partial(self._unscale_rows, scaler.get_scale()))
         return pooled_BX.unflatten(1, (len(self.spec.sparse), self.row_width))
+
+    def _unscale_rows(self, scale: float, gradient: Tensor) -> Tensor:
+        """The scaler unscales and judges the gradients of parameters; those of rows leave autograd here."""
+        self._rows_overflow = self._rows_overflow | ~gradient.isfinite().all()
+        return gradient / scale
+
+    def on_after_backward(self) -> None:
+        """Under a gradient scaler: rows whose gradient is not finite, on any rank, keep every rank from the step."""
+        if self._gradient_scaler() is None:
+            return
+        overflow = self.trainer.strategy.reduce(self._rows_overflow.float().to(self.device), reduce_op="max")
+        self._rows_overflow = torch.tensor(False)
+        if overflow:  # said by the gradient of a parameter, since those are what the scaler judges
+            next(p.grad for p in self.parameters() if p.grad is not None).fill_(torch.inf)
 
     def _gradient_scaler(self) -> torch.amp.GradScaler | None:
         if self._trainer is None:
