@@ -17,7 +17,7 @@ from cache_backend import EmbeddingStore, LocalStore, RemoteStore
 from cache_backend.config import POLICIES
 
 LARGE_SCOPE = os.environ.get("HETREC_LARGE_SCOPE") == "1"  # minutes
-WALKS, SERVED_WALKS = (3000, 100) if LARGE_SCOPE else (200, 12)
+WALKS, SERVED_WALKS = (2000, 100) if LARGE_SCOPE else (100, 12)
 _walks = count()
 
 SMALL = [
