@@ -24,6 +24,7 @@ __all__ = [
     "check_keys",
     "init_rows",
     "row_update",
+    "sample_neighbors",
     "unique_rows",
 ]
 
@@ -44,6 +45,7 @@ bag_lookup = torch.ops.hetrec.bag_lookup.default
 bag_grad = torch.ops.hetrec.bag_grad.default
 bag_update = torch.ops.hetrec.bag_update.default
 row_update = torch.ops.hetrec.row_update.default
+sample_neighbors = torch.ops.hetrec.sample_neighbors.default
 
 
 def _size() -> torch.SymInt:
@@ -220,3 +222,11 @@ def _(
     rows: Tensor, meta: Tensor, slots: Tensor, grads: Tensor, dim: int, optimizer: int, lr: float, eps: float
 ) -> None:
     return None
+
+
+@torch.library.register_fake("hetrec::sample_neighbors")
+def _(
+    colptr: Tensor, row: Tensor, seeds: Tensor, fanouts: list[int], seed: int, epoch: int, batch: int
+) -> tuple[Tensor, ...]:
+    hops = len(fanouts)
+    return _i64(seeds, _size()), _i64(seeds, 2, _size()), _i64(seeds, hops + 1), _i64(seeds, hops)

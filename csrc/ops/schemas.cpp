@@ -70,4 +70,12 @@ STABLE_TORCH_LIBRARY(hetrec, m) {
   m.def(
       "row_update(Tensor(a!) rows, Tensor(b!) meta, Tensor slots, Tensor grads, int dim, int optimizer, float lr, "
       "float eps) -> ()");
+  // Neighbours of seed nodes, hop by hop, uniform without replacement. Graph in CSC form, int64: the in-neighbours of
+  // node v are row[colptr[v] .. colptr[v + 1]]. seeds int64 (S), distinct; fanouts: neighbours a node in each of H
+  // hops, -1: all. nodes (n): the seeds in their order, then each other node once, as found; edge_index (2, E'):
+  // positions in nodes of neighbour and node, hop by hop; nodes_per_hop (H + 1), edges_per_hop (H). A function of its
+  // arguments.
+  m.def(
+      "sample_neighbors(Tensor colptr, Tensor row, Tensor seeds, int[] fanouts, int seed, int epoch, int batch) -> "
+      "(Tensor nodes, Tensor edge_index, Tensor nodes_per_hop, Tensor edges_per_hop)");
 }

@@ -48,6 +48,7 @@ def cases() -> dict[str, tuple]:
     unplaced = torch.full_like(plan.slots, -1)
     bags = (bag_of, offsets, weights, mean)
     adagrad = (2, 0.1, 1e-8)
+    graph = (torch.tensor([0, 4, 7, 7, 8, 11]), torch.tensor([1, 2, 3, 4, 0, 2, 3, 0, 0, 1, 3]))
     return {
         "check_keys": (keys, splits, torch.tensor([5, 0])),
         "unique_rows": (keys, splits, torch.tensor([0, 0], dtype=torch.int32)),
@@ -66,6 +67,7 @@ def cases() -> dict[str, tuple]:
             *(cache.rows, cache.meta, cache.priority, plan.slots, grad, rows.order, rows.splits),
             *(*bags, DIM, 0.5, *adagrad),
         ),
+        "sample_neighbors": (*graph, torch.tensor([4, 1]), [2, -1], 7, 1, 3),
         "row_update": (cache.rows, cache.meta, plan.slots, torch.randn(plan.slots.numel(), DIM), DIM, *adagrad),
     }
 
