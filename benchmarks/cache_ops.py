@@ -52,7 +52,7 @@ class Ours:
 
     def __init__(self, dim: int, rows: int) -> None:
         self.store = LocalStore()
-        self.store.open([TableSchema("t", dim, 1, 7, -0.01, 0.01, 0.0)])
+        self.store.open([TableSchema("t", dim, "rowwise_adagrad", 7, -0.01, 0.01, 0.0)])
         self.cache = Cache(rows, dim, EmbeddingOptimizer("rowwise_adagrad", lr=LR, eps=EPS), self.store, 100)
         for keys in np.array_split(np.arange(keystream.ROWS, dtype=np.int64), 50):
             tables, clocks = np.zeros(len(keys), np.int32), np.zeros(len(keys), np.int64)

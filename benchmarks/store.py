@@ -101,7 +101,7 @@ def main() -> None:
 
 def schema(dim: int) -> TableSchema:
     """A table of SGD's rows, ``dim`` wide."""
-    return TableSchema(f"t{dim}", dim, 0, 7, -0.01, 0.01, 0.0)
+    return TableSchema(f"t{dim}", dim, "sgd", 7, -0.01, 0.01, 0.0)
 
 
 class Bulk:

@@ -15,7 +15,7 @@ from cache_backend.store import Check, ExchangeRequest, Fetch, Push
 def main() -> None:
     address, rows, count, small, seed = sys.argv[1], *map(int, sys.argv[2:])
     store = RemoteStore([address])
-    (number,) = store.open([TableSchema("t16", 16, 0, 7, -0.01, 0.01, 0.0)])
+    (number,) = store.open([TableSchema("t16", 16, "sgd", 7, -0.01, 0.01, 0.0)])
     random = np.random.default_rng(seed)
     tables, clocks = np.full(small, number, np.int32), np.zeros(small, np.int64)
     deltas = np.full((small, 16), 1e-3, np.float32)

@@ -85,6 +85,7 @@ class Cache:
         self.dim = dim
         self.optimizer = optimizer
         self.state_dim = optimizer.state_dim(dim)
+        self._settings = torch.tensor(optimizer.settings(), dtype=torch.float32)
         self._staleness = staleness
         self._table_staleness = dict(table_staleness or {})
         self._policy = POLICIES[policy]
@@ -253,12 +254,12 @@ class Cache:
             scale,
             self.optimizer.id,
             lr,
-            self.optimizer.eps,
+            self._settings,
         )
 
     def update_rows(self, slots: Tensor, grads: Tensor, lr: float) -> None:
         """One optimizer step with grads float32 (n, dim) on slots (n,), which must be distinct. Unpins nothing."""
-        ops.row_update(self.rows, self.meta, slots, grads, self.dim, self.optimizer.id, lr, self.optimizer.eps)
+        ops.row_update(self.rows, self.meta, slots, grads, self.dim, self.optimizer.id, lr, self._settings)
 
     def release(self, plan: CachePlan) -> None:
         """Unpin the batch's rows."""

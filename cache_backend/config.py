@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["POLICIES", "CacheConfig", "EmbeddingOptimizer"]
+__all__ = ["OPTIMIZERS", "POLICIES", "CacheConfig", "EmbeddingOptimizer", "state_dim_of"]
 
 #: Names of the policies and their numbers in ``csrc/core/policy.h``.
 POLICIES = {"lru": 0, "lfu": 1, "light_lfu": 2, "tiny_lfu": 3, "lookahead": 4}
+
+#: Names of the optimizers and their numbers in ``csrc/core/optimizer.h``.
+OPTIMIZERS = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
+
+
+def state_dim_of(optimizer: str, dim: int) -> int:
+    """Optimizer values that a row of ``dim`` weights carries."""
+    return {"sgd": 0, "adagrad": dim, "rowwise_adagrad": 1, "adam": 2 * dim + 1}[optimizer]
 
 
 @dataclass(frozen=True)
@@ -61,36 +69,59 @@ class CacheConfig:
 @dataclass(frozen=True)
 class EmbeddingOptimizer:
     """How embedding rows are trained. Semantics are FBGEMM's EXACT optimizers: duplicate keys of a step are summed
-    first.
+    first, and a row is stepped when a batch holds it, and only then: decay of state and of weights waits for that.
 
     Args:
         name: ``sgd``: w -= lr g. ``adagrad``: m += g^2 per element, w -= lr g / (sqrt(m) + eps).
-            ``rowwise_adagrad``: the same with one m per row, the mean of g^2.
+            ``rowwise_adagrad``: the same with one m per row, the mean of g^2. ``adam``: Kingma and Ba's, where t counts
+            the row's own steps (FBGEMM's row-wise bias correction).
         lr: learning rate the optimizer's "embeddings" parameter group starts with; schedulers change it there.
         eps: added to the root.
-        initial_accumulator: where m begins.
+        initial_accumulator: where Adagrad's m begins.
+        betas: how much of its running means Adam keeps a step.
+        weight_decay: pulls weights towards 0. ``adam``: decoupled, w -= lr weight_decay w beside the step. The others:
+            L2, weight_decay w is added to g.
+        max_gradient: each value of a row's gradient, summed over the rank's batch and scaled to the mean over ranks,
+            is clamped to [-max_gradient, max_gradient].
+        max_gradient_norm: then the gradient of a row is scaled down to this 2-norm where it is larger.
     """
 
-    name: Literal["sgd", "adagrad", "rowwise_adagrad"] = "rowwise_adagrad"
+    name: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = "rowwise_adagrad"
     lr: float = 0.02
     eps: float = 1e-8
     initial_accumulator: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    max_gradient: float | None = None
+    max_gradient_norm: float | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in _IDS:
-            raise ValueError(f"unknown embedding optimizer {self.name!r}; available: {', '.join(_IDS)}")
-        for what, value in (("lr", self.lr), ("eps", self.eps), ("initial_accumulator", self.initial_accumulator)):
-            if value < 0:
-                raise ValueError(f"embedding.{what} must not be negative, got {value}")
+        if self.name not in OPTIMIZERS:
+            raise ValueError(f"unknown embedding optimizer {self.name!r}; available: {', '.join(OPTIMIZERS)}")
+        for what in ("lr", "eps", "initial_accumulator", "weight_decay"):
+            if getattr(self, what) < 0:
+                raise ValueError(f"embedding.{what} must not be negative, got {getattr(self, what)}")
+        for what in ("max_gradient", "max_gradient_norm"):
+            most = getattr(self, what)
+            if most is not None and not most > 0:
+                raise ValueError(f"embedding.{what} must be positive, or null for no clipping; got {most}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"embedding.betas must be two numbers in [0, 1), got {self.betas}")
+        if self.name == "adam" and self.initial_accumulator:
+            raise ValueError(
+                f"embedding.initial_accumulator={self.initial_accumulator} is Adagrad's; Adam's means begin at 0"
+            )
 
     @property
     def id(self) -> int:
         """The optimizer's number in ``csrc/core/optimizer.h``."""
-        return _IDS[self.name]
+        return OPTIMIZERS[self.name]
 
     def state_dim(self, dim: int) -> int:
         """Optimizer values a row of ``dim`` weights carries."""
-        return {"sgd": 0, "adagrad": dim, "rowwise_adagrad": 1}[self.name]
+        return state_dim_of(self.name, dim)
 
-
-_IDS = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2}
+    def settings(self) -> list[float]:
+        """What a step needs beside the learning rate: the fields of ``OptimizerSettings`` in ``csrc/core/optimizer.h``,
+        in order; 0: no clipping."""
+        return [self.eps, *self.betas, self.weight_decay, self.max_gradient or 0.0, self.max_gradient_norm or 0.0]

@@ -212,14 +212,14 @@ def _(
     scale: float,
     optimizer: int,
     lr: float,
-    eps: float,
+    settings: Tensor,
 ) -> None:
     return None
 
 
 @torch.library.register_fake("hetrec::row_update")
 def _(
-    rows: Tensor, meta: Tensor, slots: Tensor, grads: Tensor, dim: int, optimizer: int, lr: float, eps: float
+    rows: Tensor, meta: Tensor, slots: Tensor, grads: Tensor, dim: int, optimizer: int, lr: float, settings: Tensor
 ) -> None:
     return None
 

@@ -36,7 +36,7 @@ __all__ = [
     "write_snapshot",
 ]
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 _ROWS_PER_GROUP = 1 << 16
 

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cache_backend.config import OPTIMIZERS, state_dim_of
+
 __all__ = [
     "Check",
     "EmbeddingStore",
@@ -30,17 +32,56 @@ class StoreError(RuntimeError):
 class TableSchema:
     """One table as the store knows it.
 
-    Rows are float32, ``dim`` weights and ``state_dim`` optimizer values. A row that nobody wrote has weights uniform in
-    ``[init_low, init_high)`` as a pure function of (``seed``, key), and state ``init_state``.
+    Rows are float32, ``dim`` weights and the values that ``optimizer`` keeps with them. A row that nobody wrote has
+    weights uniform in ``[init_low, init_high)`` as a pure function of (``seed``, key), and state ``init_state``.
+
+    Raises:
+        ValueError: an unknown optimizer.
     """
 
     name: str
     dim: int
-    state_dim: int
+    optimizer: str
     seed: int
     init_low: float
     init_high: float
     init_state: float
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(
+                f"table {self.name!r} is trained by {self.optimizer!r}, which is unknown here; there are "
+                f"{', '.join(OPTIMIZERS)}"
+            )
+
+    @property
+    def state_dim(self) -> int:
+        """Optimizer values of a row."""
+        return state_dim_of(self.optimizer, self.dim)
+
+    def check_opens(self, wanted: TableSchema) -> None:
+        """
+        Raises:
+            ValueError: this table, which is there, holds other rows than the one that was asked for.
+        """
+        if (self.dim, self.optimizer) != (wanted.dim, wanted.optimizer):
+            raise ValueError(
+                f"table {self.name!r} holds rows of {self.dim} weights trained by {self.optimizer}; {wanted.dim} and "
+                f"{wanted.optimizer} were asked for. Use the embedding dimension and optimizer it was made with, or "
+                f"another store"
+            )
+
+    def check_restores(self, saved: TableSchema, path: Path) -> None:
+        """
+        Raises:
+            ValueError: the snapshot at ``path`` has a table of this name with other rows.
+        """
+        if (self.dim, self.optimizer) != (saved.dim, saved.optimizer):
+            raise ValueError(
+                f"snapshot {path}: table {saved.name!r} has rows of {saved.dim} weights trained by {saved.optimizer}, "
+                f"but {self.dim} and {self.optimizer} are expected here; use the embedding dimension and optimizer of "
+                f"the run that wrote it"
+            )
 
 
 def _empty(dtype: type, *shape: int) -> np.ndarray:

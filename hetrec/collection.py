@@ -415,7 +415,7 @@ def _schema(table: EmbeddingBagConfig | EmbeddingConfig, optimizer: EmbeddingOpt
     return TableSchema(
         name=table.name,
         dim=table.embedding_dim,
-        state_dim=optimizer.state_dim(table.embedding_dim),
+        optimizer=optimizer.name,
         seed=int.from_bytes(digest, "little"),
         init_low=table.get_weight_init_min(),
         init_high=table.get_weight_init_max(),

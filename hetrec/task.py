@@ -40,7 +40,8 @@ class CTRTask(LightningModule):
 
     The dense parameters train as in any Lightning program. The embedding rows live in ``self.embeddings``, backed by
     the store that ``connect`` names; they are stepped by the same optimizer (see ``hetrec.optimizers``), so schedules,
-    gradient accumulation and skipped steps treat both alike. ``gradient_clip_val`` clips the dense parameters only.
+    gradient accumulation and skipped steps treat both alike. ``gradient_clip_val`` clips the dense parameters only;
+    ``max_gradient`` and ``max_gradient_norm`` of ``EmbeddingOptimizer`` clip the rows.
 
     Logs ``train_loss``, ``samples_per_s``, ``hit_rate``, ``exchange_wait`` (the share of the time that steps waited for
     the store), ``rows_fetched``, ``rows_pushed``, ``rows_evicted``, ``rows_refreshed`` (at their staleness bound),
@@ -210,7 +211,10 @@ class CTRTask(LightningModule):
                 f"are known: set data.lookahead={self._cache.prefetch_depth}"
             )
         if self.trainer.gradient_clip_val:
-            rank_zero_info("gradient_clip_val clips the dense parameters only; the embedding rows are not clipped")
+            rank_zero_info(
+                "gradient_clip_val clips the dense parameters only; embedding.max_gradient (by value) and "
+                "embedding.max_gradient_norm (by the norm of each row) clip the embedding rows"
+            )
 
     def on_train_start(self) -> None:
         if self._resumed is not None:

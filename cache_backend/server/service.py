@@ -26,6 +26,7 @@ from cache_backend.store import TableSchema
 
 __all__ = ["Service"]
 
+_MAX_DIM = 1 << 20
 _ACTIONS = {
     "hello": "Names the protocol; answers which shard this is",
     "open": "Declares tables; answers their ids",
@@ -178,10 +179,11 @@ def _told(error: Exception) -> str:
 
 def _schema(table: dict[str, Any]) -> TableSchema:
     schema = TableSchema(**table)
-    whole = (("dim", schema.dim, 1), ("state_dim", schema.state_dim, 0))
-    for field, value, least in whole:
-        if type(value) is not int or not least <= value <= 1 << 20:
-            raise ValueError(f"table {schema.name!r} has {field} {value!r}; a whole number from {least} to 2^20")
+    if type(schema.dim) is not int or not 1 <= schema.dim <= _MAX_DIM or schema.state_dim > _MAX_DIM:
+        raise ValueError(
+            f"table {schema.name!r} has dim {schema.dim!r} with optimizer {schema.optimizer}; weights and optimizer "
+            f"values of a row are whole numbers up to {_MAX_DIM}"
+        )
     if not isinstance(schema.name, str) or type(schema.seed) is not int or not 0 <= schema.seed < 1 << 64:
         raise ValueError(f"a table needs a name and a seed from 0 to 2^64 - 1, got {schema.name!r} and {schema.seed!r}")
     for number in (schema.init_low, schema.init_high, schema.init_state):

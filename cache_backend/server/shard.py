@@ -21,15 +21,13 @@ from cache_backend._table import (
     push_part,
     shards,
 )
+from cache_backend.groups import Format, declare, new_groups
 from cache_backend.server.errors import WrongGeneration
 from cache_backend.server.sessions import Sessions
 from cache_backend.snapshot import read_snapshot, write_rows_files
 from cache_backend.store import TableSchema
 
-__all__ = ["Exchanged", "Format", "Journal", "Shard"]
-
-#: (dim, state_dim): rows of one format live in one native table.
-Format = tuple[int, int]
+__all__ = ["Exchanged", "Journal", "Shard"]
 
 MAX_TABLES = 1 << 16
 
@@ -127,12 +125,7 @@ class Shard:
                     )
                 known[schema.name], tables[table] = table, schema
             have = tables[table]
-            if (have.dim, have.state_dim) != (schema.dim, schema.state_dim):
-                raise ValueError(
-                    f"table {schema.name!r} holds rows of {have.dim} weights and {have.state_dim} optimizer values; "
-                    f"{schema.dim} and {schema.state_dim} were asked for. Use the embedding dimension and optimizer it "
-                    f"was made with, or another store"
-                )
+            have.check_opens(schema)
             if ids is not None and ids[i] != table:
                 raise ValueError(
                     f"table {schema.name!r} has id {ids[i]} on another shard, here {table}: these shards do not belong "
@@ -229,13 +222,7 @@ class Shard:
             known = {schema.name: table for table, schema in schemas.items()}
             for theirs in snapshot.schemas:
                 table = known.setdefault(theirs.name, max(schemas, default=-1) + 1)
-                mine = schemas.get(table, theirs)
-                if (mine.dim, mine.state_dim) != (theirs.dim, theirs.state_dim):
-                    raise ValueError(
-                        f"snapshot {folder}: table {mine.name!r} has {theirs.dim} weights and {theirs.state_dim} "
-                        f"optimizer values a row, but {mine.dim} and {mine.state_dim} are expected here; use the "
-                        f"embedding dimension and optimizer of the run that wrote it"
-                    )
+                schemas.get(table, theirs).check_restores(theirs, folder)
                 schemas[table] = theirs
             groups = new_groups(schemas)
             for part in snapshot.parts():
@@ -256,21 +243,7 @@ def encoded_row_bytes(codec: int, dim: int, state_dim: int) -> int:
     return weights + state_dim * (4 if codec == 0 else 2)
 
 
-def declare(groups: dict[Format, EmbeddingTable], table: int, schema: TableSchema) -> None:
-    key = schema.dim, schema.state_dim
-    if key not in groups:
-        groups[key] = EmbeddingTable(*key)
-    groups[key].set_init(table, schema.seed, schema.init_low, schema.init_high, schema.init_state)
-
-
-def new_groups(schemas: dict[int, TableSchema]) -> dict[Format, EmbeddingTable]:
-    groups: dict[Format, EmbeddingTable] = {}
-    for table, schema in schemas.items():
-        declare(groups, table, schema)
-    return groups
-
-
 def by_id(schemas: dict[int, TableSchema]) -> list[TableSchema]:
     """Schemas as a list by id. An id may be free: a client that opened tables on several shards ended in between."""
-    nobody = TableSchema("", 1, 0, 0, 0.0, 0.0, 0.0)
+    nobody = TableSchema("", 1, "sgd", 0, 0.0, 0.0, 0.0)
     return [schemas.get(table, nobody) for table in range(max(schemas, default=-1) + 1)]

@@ -21,16 +21,17 @@ from typing import IO, Any
 import numpy as np
 
 from cache_backend._table import BUCKETS, EmbeddingTable, apply_push, parse_request
+from cache_backend.groups import Format, declare, new_groups
 from cache_backend.server.cut import CutTable
 from cache_backend.server.errors import LogError, StorageError
 from cache_backend.server.log import PUSH, TABLES, Log, Segment, parse_head, segment_path, segments_in, sync_folder
-from cache_backend.server.shard import Format, Shard, by_id, declare, new_groups
+from cache_backend.server.shard import Shard, by_id
 from cache_backend.snapshot import new_snapshot, read_snapshot, write_manifest, write_rows_files
 from cache_backend.store import TableSchema
 
 __all__ = ["ExitSnapshot", "Folder", "LogStorage"]
 
-_FORMAT = 1
+_FORMAT = 2
 _ANY_ROWS = (1 << 64) - 1
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from cache_backend._table import EmbeddingTable
+from cache_backend.groups import Format, declare, new_groups
 from cache_backend.snapshot import read_snapshot, write_snapshot
 from cache_backend.store import ExchangeReply, ExchangeRequest, Fetch, StoreStats, TableSchema
 
@@ -30,25 +31,18 @@ class LocalStore:
         self.exclusive = exclusive
         self._clock = clock
         self._schemas: list[TableSchema] = []
-        self._groups: dict[tuple[int, int], EmbeddingTable] = {}
+        self._groups: dict[Format, EmbeddingTable] = {}
 
     def open(self, schemas: Sequence[TableSchema]) -> list[int]:
         known = {schema.name: i for i, schema in enumerate(self._schemas)}
         for schema in schemas:
-            if schema.name not in known:
-                continue
-            have = self._schemas[known[schema.name]]
-            if (have.dim, have.state_dim) != (schema.dim, schema.state_dim):
-                raise ValueError(
-                    f"table {schema.name!r} holds rows of {have.dim} weights and {have.state_dim} optimizer values; "
-                    f"{schema.dim} and {schema.state_dim} were asked for. Use the embedding dimension and optimizer it "
-                    f"was made with, or another store"
-                )
+            if schema.name in known:
+                self._schemas[known[schema.name]].check_opens(schema)
         for schema in schemas:
             if schema.name not in known:
                 known[schema.name] = len(self._schemas)
                 self._schemas.append(schema)
-                self._declare(self._groups, known[schema.name], schema)
+                declare(self._groups, known[schema.name], schema)
         return [known[schema.name] for schema in schemas]
 
     def schemas(self) -> list[TableSchema]:
@@ -92,15 +86,8 @@ class LocalStore:
         # Tables opened here but absent from the snapshot keep their ids and start fresh.
         schemas = [by_name.pop(mine.name, mine) for mine in self._schemas] + list(by_name.values())
         for mine, theirs in zip(self._schemas, schemas, strict=False):
-            if (mine.dim, mine.state_dim) != (theirs.dim, theirs.state_dim):
-                raise ValueError(
-                    f"snapshot {path}: table {mine.name!r} has {theirs.dim} weights and {theirs.state_dim} optimizer "
-                    f"values a row, but {mine.dim} and {mine.state_dim} are expected here; use the embedding dimension "
-                    f"and optimizer of the run that wrote it"
-                )
-        groups: dict[tuple[int, int], EmbeddingTable] = {}
-        for i, schema in enumerate(schemas):
-            self._declare(groups, i, schema)
+            mine.check_restores(theirs, path)
+        groups = new_groups(dict(enumerate(schemas)))
         ids = {schema.name: i for i, schema in enumerate(schemas)}
         for part in snapshot.parts():
             groups[part.dim, part.state_dim].assign(part.table_ids(ids), part.keys, part.clocks, part.rows)
@@ -120,13 +107,6 @@ class LocalStore:
             raise ValueError(
                 f"no table with {dim} weights and {state_dim} optimizer values a row is open; open() it first"
             ) from None
-
-    @staticmethod
-    def _declare(groups: dict[tuple[int, int], EmbeddingTable], table: int, schema: TableSchema) -> None:
-        key = schema.dim, schema.state_dim
-        if key not in groups:
-            groups[key] = EmbeddingTable(*key)
-        groups[key].set_init(table, schema.seed, schema.init_low, schema.init_high, schema.init_state)
 
 
 def _fetch(table: EmbeddingTable, fetch: Fetch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,4 +1,7 @@
 // One optimizer step on one row. Semantics are FBGEMM's EXACT optimizers: duplicates are summed before, one step a row.
+//
+// Everything is lazy: accumulators decay, and weight decay acts, at the steps that touch the row. State merges by
+// addition at the server, so a step reports its change of every value.
 #pragma once
 
 #include <cmath>
@@ -8,8 +11,10 @@
 
 namespace hetrec {
 
-enum class Optimizer : int32_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2 };
+enum class Optimizer : int32_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam = 3 };
+constexpr int32_t kOptimizers = 4;
 
+// Adam's state: m (dim), v (dim), and the row's own number of steps.
 HETREC_HD int64_t state_dim_of(Optimizer optimizer, int64_t dim) {
   switch (optimizer) {
     case Optimizer::kSgd:
@@ -18,9 +23,21 @@ HETREC_HD int64_t state_dim_of(Optimizer optimizer, int64_t dim) {
       return dim;
     case Optimizer::kRowwiseAdagrad:
       return 1;
+    case Optimizer::kAdam:
+      return 2 * dim + 1;
   }
   return 0;
 }
+
+// What a step needs beside the row, its gradient and the learning rate. Plain floats: they travel as an array.
+struct OptimizerSettings {
+  float eps;
+  float beta1, beta2;       // Adam's
+  float weight_decay;       // added to the gradient (L2); Adam's is decoupled: w -= lr * weight_decay * w
+  float max_gradient;       // > 0: each value of the gradient is clamped to +-max_gradient
+  float max_gradient_norm;  // > 0: then the row's gradient is scaled down to this norm
+};
+constexpr int64_t kOptimizerSettings = sizeof(OptimizerSettings) / sizeof(float);
 
 // Sum of squares over 16 lanes and a tree: an order that vectorises as it stands, for every width.
 HETREC_HD float sum_of_squares(const float* __restrict__ x, int64_t n) {
@@ -36,6 +53,28 @@ HETREC_HD float sum_of_squares(const float* __restrict__ x, int64_t n) {
   return lanes[0];
 }
 
+// The gradient as the optimizer sees it: clipped, then with the weights' decay where that is L2.
+template <Optimizer kOptimizer>
+HETREC_HD void shape_gradient(float* __restrict__ grad, const float* __restrict__ weight, int64_t dim,
+                              const OptimizerSettings& settings) {
+  if (settings.max_gradient > 0.f) {
+    const float most = settings.max_gradient;
+    for (int64_t d = 0; d < dim; ++d) grad[d] = grad[d] > most ? most : grad[d] < -most ? -most : grad[d];
+  }
+  if (settings.max_gradient_norm > 0.f) {
+    const float norm = sqrtf(sum_of_squares(grad, dim));
+    if (norm > settings.max_gradient_norm) {
+      const float scale = settings.max_gradient_norm / norm;
+      for (int64_t d = 0; d < dim; ++d) grad[d] *= scale;
+    }
+  }
+  if constexpr (kOptimizer != Optimizer::kAdam) {
+    if (settings.weight_decay > 0.f) {
+      for (int64_t d = 0; d < dim; ++d) grad[d] += settings.weight_decay * weight[d];
+    }
+  }
+}
+
 // Where a cached row lies: the values [weights | state] and, beside them, the pending deltas of the same shape.
 struct RowRef {
   float* __restrict__ weight;
@@ -44,9 +83,12 @@ struct RowRef {
   float* __restrict__ state_delta;
 };
 
-// `grad` has `dim` values. The same change goes into the value and into the pending delta.
+// `grad` has `dim` values, and is altered. The same change goes into the value and into the pending delta.
 template <Optimizer kOptimizer>
-HETREC_HD void step_row(const RowRef& row, const float* __restrict__ grad, int64_t dim, float lr, float eps) {
+HETREC_HD void step_row(const RowRef& row, float* __restrict__ grad, int64_t dim, float lr,
+                        const OptimizerSettings& settings) {
+  shape_gradient<kOptimizer>(grad, row.weight, dim, settings);
+  const float eps = settings.eps;
   if constexpr (kOptimizer == Optimizer::kSgd) {
 #pragma omp simd
     for (int64_t d = 0; d < dim; ++d) {
@@ -64,7 +106,7 @@ HETREC_HD void step_row(const RowRef& row, const float* __restrict__ grad, int64
       row.weight[d] += change;
       row.weight_delta[d] += change;
     }
-  } else {
+  } else if constexpr (kOptimizer == Optimizer::kRowwiseAdagrad) {
     const float mean = sum_of_squares(grad, dim) / static_cast<float>(dim);
     row.state[0] += mean;
     row.state_delta[0] += mean;
@@ -75,7 +117,36 @@ HETREC_HD void step_row(const RowRef& row, const float* __restrict__ grad, int64
       row.weight[d] += change;
       row.weight_delta[d] += change;
     }
+  } else {
+    float* __restrict__ m = row.state, * __restrict__ v = row.state + dim, *t = row.state + 2 * dim;
+    float* __restrict__ m_delta = row.state_delta, * __restrict__ v_delta = row.state_delta + dim;
+    *t += 1.f;
+    row.state_delta[2 * dim] += 1.f;
+    // 1 - beta^t, without losing the digits that the subtraction would.
+    const float correction1 = -expm1f(*t * logf(settings.beta1)), correction2 = -expm1f(*t * logf(settings.beta2));
+    const float one_minus_beta1 = 1.f - settings.beta1, one_minus_beta2 = 1.f - settings.beta2;
+#pragma omp simd
+    for (int64_t d = 0; d < dim; ++d) {
+      const float m_change = one_minus_beta1 * (grad[d] - m[d]);
+      m[d] += m_change;
+      m_delta[d] += m_change;
+      // A row that came back with deltas of others, and was rebased, may hold a v below 0.
+      const float v_before = v[d] > 0.f ? v[d] : 0.f;
+      const float v_after = v_before + one_minus_beta2 * (grad[d] * grad[d] - v_before);
+      v_delta[d] += v_after - v[d];
+      v[d] = v_after;
+      const float step = m[d] / correction1 / (sqrtf(v_after / correction2) + eps);
+      const float change = -lr * (step + settings.weight_decay * row.weight[d]);
+      row.weight[d] += change;
+      row.weight_delta[d] += change;
+    }
   }
+}
+
+// Puts right what adding up changes of several replicas can leave: Adam's v may fall below 0.
+HETREC_HD void clamp_merged_state(Optimizer optimizer, float* __restrict__ state, int64_t dim) {
+  if (optimizer != Optimizer::kAdam) return;
+  for (int64_t d = dim; d < 2 * dim; ++d) state[d] = state[d] > 0.f ? state[d] : 0.f;
 }
 
 }  // namespace hetrec

@@ -22,24 +22,26 @@ EmbeddingTable::EmbeddingTable(int64_t dim, int64_t state_dim) : dim_(dim), stat
   chunk_shift_ = stride_ > 128 ? 4 : 5;
 }
 
-void EmbeddingTable::set_init(int32_t table, const RowInit& init) {
+void EmbeddingTable::declare(int32_t table, const RowInit& init, Optimizer optimizer) {
   if (table < 0 || table >= 1 << 16) {
     throw std::out_of_range("table id " + std::to_string(table) + " is outside 0..65535");
   }
+  if (state_dim_of(optimizer, dim_) != state_dim_) {
+    throw std::invalid_argument("rows of " + std::to_string(dim_) + " weights have " +
+                                std::to_string(state_dim_of(optimizer, dim_)) + " values of state with optimizer " +
+                                std::to_string(static_cast<int32_t>(optimizer)) + ", not " +
+                                std::to_string(state_dim_));
+  }
   const std::unique_lock lock(mutex_);
   const auto index = static_cast<size_t>(table);
-  if (index >= init_.size()) {
-    init_.resize(index + 1);
-    declared_.resize(index + 1, false);
-  }
-  init_[index] = init;
-  declared_[index] = true;
+  if (index >= declared_.size()) declared_.resize(index + 1);
+  declared_[index] = {true, optimizer, init};
 }
 
 void EmbeddingTable::check_declared(int64_t n, const int32_t* tables) const {
   for (int64_t i = 0; i < n; ++i) {
     const auto table = static_cast<size_t>(tables[i]);
-    if (tables[i] < 0 || table >= declared_.size() || !declared_[table]) {
+    if (tables[i] < 0 || table >= declared_.size() || !declared_[table].is_declared) {
       throw std::out_of_range("table id " + std::to_string(tables[i]) +
                               " was not opened; open() it before the exchange");
     }
@@ -153,9 +155,11 @@ void EmbeddingTable::push(const PushView& push, ClockRule rule) {
     bool created = false;
     RowHeader* header = find_or_create(hash, push.tables[i], push.keys[i], &created);
     float* values = values_of(header);
-    if (created) init_row(init_[static_cast<size_t>(push.tables[i])], push.keys[i], dim_, state_dim_, values);
+    const Declared& table = declared_[static_cast<size_t>(push.tables[i])];
+    if (created) init_row(table.init, push.keys[i], dim_, state_dim_, values);
     const float* delta = push.deltas + i * width;
     for (int64_t d = 0; d < width; ++d) values[d] += delta[d];
+    clamp_merged_state(table.optimizer, values + dim_, dim_);
     set_clock(*header, merge_clock(rule, clock_of(*header), push.start_clocks[i], push.clocks[i]));
   });
 }

@@ -16,6 +16,7 @@
 #include "core/clock.h"
 #include "core/hash.h"
 #include "core/init.h"
+#include "core/optimizer.h"
 #include "table/arena.h"
 
 namespace hetrec {
@@ -44,11 +45,12 @@ class EmbeddingTable {
  public:
   EmbeddingTable(int64_t dim, int64_t state_dim);
 
-  // Declares how the rows of table `table` begin. Must come before the first push to it.
-  void set_init(int32_t table, const RowInit& init);
+  // Declares how the rows of table `table` begin and what trains them. Must come before the first push to it. Throws
+  // std::invalid_argument when rows with this optimizer's state are not `width()` wide.
+  void declare(int32_t table, const RowInit& init, Optimizer optimizer);
 
-  // Adds deltas to rows, creating the row where it is fresh. Throws std::out_of_range before anything is applied when a
-  // table was not declared.
+  // Adds deltas to rows, state too, creating the row where it is fresh. Throws std::out_of_range before anything is
+  // applied when a table was not declared.
   void push(const PushView& push, ClockRule rule);
 
   // Lets `write(i, values, created)` change each row in place, creating it, with values of no meaning, where it is
@@ -109,6 +111,12 @@ class EmbeddingTable {
     uint64_t table_and_clock;  // 16 bits of table id, 48 bits of clock
   };
 
+  struct Declared {
+    bool is_declared = false;
+    Optimizer optimizer = Optimizer::kSgd;
+    RowInit init;
+  };
+
   struct Bucket {
     uint32_t* index = nullptr;
     uint32_t index_size = 0;  // a power of two, or 0
@@ -149,8 +157,7 @@ class EmbeddingTable {
   uint32_t chunk_shift_;  // log2 of rows a chunk
   Arena arena_;
   std::vector<Bucket> buckets_;
-  std::vector<RowInit> init_;
-  std::vector<bool> declared_;
+  std::vector<Declared> declared_;  // by table id
   mutable std::shared_mutex mutex_;
 };
 

@@ -49,6 +49,11 @@ hetrec::ClockRule rule_of(const std::string& rule) {
   throw std::invalid_argument("unknown clock rule '" + rule + "'; lamport or sum");
 }
 
+hetrec::Optimizer optimizer_of(int32_t number) {
+  if (number >= 0 && number < hetrec::kOptimizers) return static_cast<hetrec::Optimizer>(number);
+  throw std::invalid_argument("unknown optimizer number " + std::to_string(number));
+}
+
 void push(EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int64_t> keys, Vec<const int64_t> start_clocks,
           Vec<const int64_t> clocks, Mat<const float> deltas, const std::string& rule) {
   const hetrec::ClockRule clock_rule = rule_of(rule);
@@ -315,12 +320,13 @@ NB_MODULE(_table, m) {
                              "optimizer state, and a clock. Rows nobody pushed do not exist.")
       .def(nb::init<int64_t, int64_t>(), nb::arg("dim"), nb::arg("state_dim"))
       .def(
-          "set_init",
-          [](EmbeddingTable& self, int32_t table, uint64_t seed, float low, float high, float state) {
-            self.set_init(table, {seed, low, high, state});
-          },
-          nb::arg("table"), nb::arg("seed"), nb::arg("low"), nb::arg("high"), nb::arg("state"),
-          "Declare table `table`: weights begin uniform in [low, high), state at `state`.")
+          "declare",
+          [](EmbeddingTable& self, int32_t table, uint64_t seed, float low, float high, float state,
+             int32_t optimizer) { self.declare(table, {seed, low, high, state}, optimizer_of(optimizer)); },
+          nb::arg("table"), nb::arg("seed"), nb::arg("low"), nb::arg("high"), nb::arg("state"), nb::arg("optimizer"),
+          "Declare table `table`: weights begin uniform in [low, high), state at `state`; the optimizer's number "
+          "decides "
+          "how changes of its state merge.")
       .def("push", &push, nb::arg("tables"), nb::arg("keys"), nb::arg("start_clocks"), nb::arg("clocks"),
            nb::arg("deltas"), nb::arg("rule") = "lamport",
            "Add `deltas` (n, dim + state_dim) float32 to the rows and merge their clocks.")

@@ -25,7 +25,7 @@ def unique(ids: list[int], keys: list[int], tables: list[int] | None = None) -> 
 
 
 def open_tables(store: EmbeddingStore, tables: int = 1) -> list[int]:
-    return store.open([TableSchema(f"t{i}", DIM, 0, i, 0.0, 0.0, 0.0) for i in range(tables)])  # rows begin at zero
+    return store.open([TableSchema(f"t{i}", DIM, "sgd", i, 0.0, 0.0, 0.0) for i in range(tables)])  # rows begin at zero
 
 
 def new_cache(store: EmbeddingStore, rows: int = 32, staleness: int = 100, policy: str = "lru") -> Cache:
@@ -189,5 +189,13 @@ def test_settings_are_checked() -> None:
             CacheConfig(**bad)
     with pytest.raises(ValueError, match="unknown embedding optimizer 'adamw'; available: sgd, adagrad"):
         EmbeddingOptimizer("adamw")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"embedding\.lr must not be negative, got -1"):
-        EmbeddingOptimizer(lr=-1)
+    for bad, message in (
+        ({"lr": -1}, r"embedding\.lr must not be negative, got -1"),
+        ({"weight_decay": -0.1}, r"embedding\.weight_decay must not be negative"),
+        ({"max_gradient": 0.0}, r"embedding\.max_gradient must be positive, or null"),
+        ({"max_gradient_norm": -1.0}, r"embedding\.max_gradient_norm must be positive, or null"),
+        ({"betas": (0.9, 1.0)}, r"embedding\.betas must be two numbers in \[0, 1\)"),
+        ({"name": "adam", "initial_accumulator": 0.1}, r"embedding\.initial_accumulator=0\.1 is Adagrad's"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EmbeddingOptimizer(**bad)

@@ -73,7 +73,9 @@ def test_values_fill_the_range_evenly() -> None:
 def test_rank_and_server_make_the_same_row() -> None:
     """A row's first push lands on the initial row that the server makes for itself; the sum must be the rank's."""
     store = LocalStore()
-    schema = TableSchema("t", dim=17, state_dim=1, seed=99, init_low=-0.1, init_high=0.1, init_state=0.5)
+    schema = TableSchema(
+        "t", dim=17, optimizer="rowwise_adagrad", seed=99, init_low=-0.1, init_high=0.1, init_state=0.5
+    )
     (table,) = store.open([schema])
     keys = np.array([5, -(2**63), 2**40], np.int64)
     tables = np.full(3, table, np.int32)

@@ -7,6 +7,7 @@ import torch
 
 from cache_backend import EmbeddingOptimizer, LocalStore, TableSchema, ops
 from cache_backend.cache import Cache, CachePlan, UniqueRows
+from cache_backend.config import OPTIMIZERS
 
 DIM = 4
 FEATURES, SAMPLES = 2, 3
@@ -20,7 +21,7 @@ def unique(keys: torch.Tensor) -> UniqueRows:
 def planned() -> tuple[Cache, CachePlan]:
     """A cache that holds one updated batch, with a second batch planned, committed and not yet updated."""
     store = LocalStore()
-    store.open([TableSchema("t", DIM, 1, 3, -1.0, 1.0, 0.0)])
+    store.open([TableSchema("t", DIM, "rowwise_adagrad", 3, -1.0, 1.0, 0.0)])
     cache = Cache(32, DIM, EmbeddingOptimizer(), store, staleness=0, policy="lookahead")
     for keys in ([1, 2, 3, 3, 4, 5], [1, 2, 9, 9, 7, 8]):
         plan = cache.plan(unique(torch.tensor(keys)))
@@ -47,7 +48,7 @@ def cases() -> dict[str, tuple]:
     state = (cache.tags, cache.priority, cache.meta, cache.rows, cache.sketch, window)
     unplaced = torch.full_like(plan.slots, -1)
     bags = (bag_of, offsets, weights, mean)
-    adagrad = (2, 0.1, 1e-8)
+    adagrad = (OPTIMIZERS["rowwise_adagrad"], 0.1, torch.tensor(EmbeddingOptimizer().settings()))
     graph = (torch.tensor([0, 4, 7, 7, 8, 11]), torch.tensor([1, 2, 3, 4, 0, 2, 3, 0, 0, 1, 3]))
     return {
         "check_keys": (keys, splits, torch.tensor([5, 0])),

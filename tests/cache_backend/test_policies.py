@@ -23,7 +23,7 @@ def unique(keys: list[int]) -> UniqueRows:
 
 def new_cache(policy: str, rows: int) -> Cache:
     store = LocalStore()
-    store.open([TableSchema("t", 1, 0, 0, 0.0, 0.0, 0.0)])
+    store.open([TableSchema("t", 1, "sgd", 0, 0.0, 0.0, 0.0)])
     return Cache(rows, 1, EmbeddingOptimizer("sgd"), store, 100, policy)
 
 

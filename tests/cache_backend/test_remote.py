@@ -20,8 +20,8 @@ from cache_backend.store import Check, ExchangeReply, ExchangeRequest, Fetch, Pu
 DIM = 8
 
 
-def schema(name: str = "t", state_dim: int = 1) -> TableSchema:
-    return TableSchema(name, DIM, state_dim, 3, 0.0, 0.0, 0.0)  # rows begin at zero
+def schema(name: str = "t", optimizer: str = "rowwise_adagrad") -> TableSchema:
+    return TableSchema(name, DIM, optimizer, 3, 0.0, 0.0, 0.0)  # rows begin at zero
 
 
 def request(
@@ -218,7 +218,7 @@ HALF_STEP = {"fp16": 2**-11, "bf16": 2**-8, "int8": 1 / 254}
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
 def test_lossy_pushes_lose_nothing_in_the_end(shard_addresses: Callable, codec: str) -> None:
     store = RemoteStore(list(shard_addresses(3, "lamport")), push_codec=codec)
-    (table,) = store.open([schema(f"lossy-{codec}", state_dim=0)])
+    (table,) = store.open([schema(f"lossy-{codec}", "sgd")])
     rng = np.random.default_rng(1)
     keys = np.arange(40)
     total = np.zeros((40, DIM))
@@ -238,7 +238,7 @@ def test_lossy_pushes_lose_nothing_in_the_end(shard_addresses: Callable, codec: 
 def test_small_updates_move_a_row(shard_addresses: Callable, codec: str) -> None:
     """10,000 updates of 1e-5 on 1.0, pushed in hundreds of pieces."""
     store = RemoteStore(list(shard_addresses(1, "lamport")), push_codec=codec)
-    (table,) = store.open([schema(f"small-{codec}", state_dim=0)])
+    (table,) = store.open([schema(f"small-{codec}", "sgd")])
     store.exchange(request(table, {1: 1.0}, state_dim=0))
     for _ in range(500):
         store.exchange(request(table, {1: 20e-5}, state_dim=0))

@@ -18,8 +18,8 @@ from cache_backend import LocalStore, SnapshotError, TableSchema
 from cache_backend.store import Check, ExchangeRequest, Fetch, Push
 
 
-def schema(name: str, dim: int = 4, state_dim: int = 1, seed: int = 1) -> TableSchema:
-    return TableSchema(name, dim, state_dim, seed, -1.0, 1.0, 0.0)
+def schema(name: str, dim: int = 4, optimizer: str = "rowwise_adagrad", seed: int = 1) -> TableSchema:
+    return TableSchema(name, dim, optimizer, seed, -1.0, 1.0, 0.0)
 
 
 def write(store: LocalStore, s: TableSchema, keys: list[int], clock: int = 5) -> np.ndarray:
@@ -47,7 +47,7 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
     rows = {
         "a": write(store, schema("a"), [1, -5, 2**62]),
         "b": write(store, schema("b", seed=2), list(range(1000))),
-        "c": write(store, schema("c", dim=2, state_dim=0), [7]),
+        "c": write(store, schema("c", dim=2, optimizer="sgd"), [7]),
     }
     store.snapshot(tmp_path / "snap")
     return tmp_path / "snap", rows
@@ -56,13 +56,13 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
 def test_round_trip_into_a_store_that_opened_tables_in_another_order(saved: tuple) -> None:
     path, rows = saved
     store = LocalStore()
-    store.open([schema("new"), schema("b", seed=77), schema("c", dim=2, state_dim=0)])
+    store.open([schema("new"), schema("b", seed=77), schema("c", dim=2, optimizer="sgd")])
     store.restore(path)
     np.testing.assert_array_equal(read(store, schema("a"), [1, -5, 2**62])[0], rows["a"])
     values, clocks = read(store, schema("b"), list(range(1000)))
     np.testing.assert_array_equal(values, rows["b"])
     assert (clocks == 5).all()
-    np.testing.assert_array_equal(read(store, schema("c", dim=2, state_dim=0), [7])[0], rows["c"])
+    np.testing.assert_array_equal(read(store, schema("c", dim=2, optimizer="sgd"), [7])[0], rows["c"])
     seeds = {s.name: s.seed for s in store.schemas()}
     assert seeds == {"new": 1, "b": 2, "c": 1, "a": 1}  # the snapshot's seed, or fresh rows would change
 
@@ -113,7 +113,7 @@ def test_another_row_format_is_refused_by_name(saved: tuple) -> None:
     store = LocalStore()
     store.open([schema("a", dim=8)])
     with pytest.raises(
-        ValueError, match=r"table 'a' has 4 weights and 1 optimizer values a row, but 8 and 1 are expected"
+        ValueError, match=r"table 'a' has rows of 4 weights trained by rowwise_adagrad, but 8 and rowwise_adagrad are"
     ):
         store.restore(saved[0])
     with pytest.raises(ValueError, match="table 'a' holds rows of 8 weights"):
@@ -126,7 +126,7 @@ import numpy as np
 from cache_backend import LocalStore, TableSchema
 from cache_backend.store import *
 store = LocalStore()
-store.open([TableSchema("t", 64, 1, 0, 0.0, 0.0, 0.0)])
+store.open([TableSchema("t", 64, "rowwise_adagrad", 0, 0.0, 0.0, 0.0)])
 n = 200_000
 tables, keys = np.zeros(n, np.int32), np.arange(n)
 push = Push(tables, keys, keys, keys, np.ones((n, 65), np.float32))

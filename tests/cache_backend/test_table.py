@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_backend._table import BUCKETS, EmbeddingTable
+from cache_backend.config import OPTIMIZERS
 
 DIM, STATE = 3, 1
 ODD_KEYS = [0, 1, -1, 2**63 - 1, -(2**63), 2**32, -(2**32)]
@@ -19,7 +20,9 @@ rows_of = st.lists(
 def new_table(tables: int = 3) -> EmbeddingTable:
     table = EmbeddingTable(DIM, STATE)
     for t in range(tables):
-        table.set_init(t, 0, 0.0, 0.0, 0.0)  # rows begin at zero: the dictionary needs no generator
+        table.declare(
+            t, 0, 0.0, 0.0, 0.0, OPTIMIZERS["rowwise_adagrad"]
+        )  # rows begin at zero: the dictionary needs no generator
     return table
 
 
@@ -102,7 +105,7 @@ def test_many_rows_survive_growth_and_export() -> None:
 def test_a_key_beyond_two_billion_floats() -> None:
     """Row 67,108,864 of width 32 begins at float 2^31: no 32-bit offset may reach it."""
     table = EmbeddingTable(32, 0)
-    table.set_init(0, 0, 0.0, 0.0, 0.0)
+    table.declare(0, 0, 0.0, 0.0, 0.0, OPTIMIZERS["sgd"])
     one, key, clock = np.zeros(1, np.int32), np.array([67_108_864], np.int64), np.ones(1, np.int64)
     table.push(one, key, clock, clock, np.arange(32, dtype=np.float32)[None])
     rows, clocks, fresh = np.empty((1, 32), np.float32), np.empty(1, np.int64), np.empty(1, np.uint8)

@@ -95,18 +95,17 @@ class PlainBags:
     """Every table dense. ``dtype`` float64 is the true answer, float32 the usual one."""
 
     def __init__(
-        self, collection: HetEmbeddingBagCollection, optimizer: EmbeddingOptimizer, dtype: torch.dtype
+        self,
+        collection: HetEmbeddingBagCollection,
+        optimizer: EmbeddingOptimizer,
+        dtype: torch.dtype,
+        world_size: int = 1,
     ) -> None:
+        self.scale = 1 / world_size
         self.configs = collection.embedding_bag_configs()
         self.weights = {c.name: stored_rows(collection, c).to(dtype).requires_grad_() for c in self.configs}
-        width = {"sgd": 0, "adagrad": None, "rowwise_adagrad": 1}[optimizer.name]
-        self.states = {
-            name: torch.full((w.shape[0], w.shape[1] if width is None else width), optimizer.initial_accumulator).to(
-                dtype
-            )
-            for name, w in self.weights.items()
-        }
-        self.optimizer = optimizer
+        self.rows = {name: PlainOptimizer(optimizer, weight) for name, weight in self.weights.items()}
+        self.touched = {name: torch.zeros(len(weight), dtype=torch.bool) for name, weight in self.weights.items()}
 
     def __call__(self, features: KeyedJaggedTensor) -> Tensor:
         pooled = []
@@ -114,6 +113,7 @@ class PlainBags:
         for config in self.configs:
             for name in config.feature_names:
                 weight, feature = self.weights[config.name], jagged[name]
+                self.touched[config.name][feature.values()] = True
                 bag_weights = feature.weights_or_none()
                 out = embedding_bag(
                     feature.values(),
@@ -127,15 +127,45 @@ class PlainBags:
                 pooled.append(out)
         return torch.cat(pooled, 1)
 
-    @torch.no_grad()
     def step(self, lr: float) -> None:
-        for name, w in self.weights.items():
-            grad, w.grad = w.grad, None
-            if grad is None:
-                continue
-            state = self.states[name]
-            if self.optimizer.name == "sgd":
-                w -= lr * grad
-                continue
-            state += grad.square() if self.optimizer.name == "adagrad" else grad.square().mean(1, keepdim=True)
-            w -= lr * grad / (state.sqrt() + self.optimizer.eps)
+        for name, weight in self.weights.items():
+            if weight.grad is not None:
+                self.rows[name].step(weight.grad * self.scale, self.touched[name], lr)
+            weight.grad = None
+            self.touched[name][:] = False
+
+
+class PlainOptimizer:
+    """The formulas of ``EmbeddingOptimizer``'s docstring on a dense table, in its dtype; rows that no batch touched
+    stay as they are."""
+
+    def __init__(self, optimizer: EmbeddingOptimizer, weight: Tensor) -> None:
+        self.optimizer = optimizer
+        self.weight = weight.detach()
+        self.accumulator = torch.full_like(self.weight, optimizer.initial_accumulator)  # Adagrad's
+        self.m, self.v = torch.zeros_like(self.weight), torch.zeros_like(self.weight)  # Adam's
+        self.steps = torch.zeros_like(self.weight[:, :1])
+
+    def step(self, grad: Tensor, touched: Tensor, lr: float) -> None:
+        o, w, g = self.optimizer, self.weight[touched], grad[touched]
+        if o.max_gradient is not None:
+            g = g.clamp(-o.max_gradient, o.max_gradient)
+        if o.max_gradient_norm is not None:
+            norm = g.norm(dim=1, keepdim=True)
+            g = torch.where(norm > o.max_gradient_norm, g * o.max_gradient_norm / norm, g)
+        if o.name == "adam":
+            self.steps[touched] += 1
+            t = self.steps[touched].double()  # 1 - beta^t would lose digits
+            (beta1, beta2), m, v = o.betas, self.m[touched], self.v[touched]
+            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g.square()
+            self.m[touched], self.v[touched] = m, v
+            m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
+            self.weight[touched] = (w - lr * (m_hat / (v_hat.sqrt() + o.eps) + o.weight_decay * w)).to(w.dtype)
+            return
+        g = g + o.weight_decay * w
+        if o.name == "sgd":
+            self.weight[touched] = w - lr * g
+            return
+        square = g.square() if o.name == "adagrad" else g.square().mean(1, keepdim=True)
+        self.accumulator[touched] += square
+        self.weight[touched] = w - lr * g / (self.accumulator[touched].sqrt() + o.eps)

@@ -25,6 +25,14 @@ OPTIMIZERS = [
     EmbeddingOptimizer("sgd", lr=0.1),
     EmbeddingOptimizer("adagrad", lr=0.1, initial_accumulator=0.1),
     EmbeddingOptimizer("rowwise_adagrad", lr=0.1),
+    EmbeddingOptimizer("adam", lr=0.1, eps=1e-3),
+]
+# Every option beside the plain rules; the clipping bites: gradients are about 0.1.
+WITH_OPTIONS = [
+    EmbeddingOptimizer("sgd", lr=0.1, weight_decay=0.1, max_gradient=0.05),
+    EmbeddingOptimizer("adagrad", lr=0.1, initial_accumulator=0.1, weight_decay=0.1, max_gradient_norm=0.1),
+    EmbeddingOptimizer("rowwise_adagrad", lr=0.1, weight_decay=0.1, max_gradient=0.08, max_gradient_norm=0.1),
+    EmbeddingOptimizer("adam", lr=0.1, eps=1e-3, betas=(0.5, 0.9), weight_decay=0.1, max_gradient_norm=0.1),
 ]
 
 
@@ -138,6 +146,15 @@ def test_other_batches_than_announced_may_come() -> None:
             (pooled - 0.1).square().sum().backward()
         collection.step(0.1)
         plain.step(0.1)
+
+
+@pytest.mark.parametrize("optimizer", WITH_OPTIONS, ids=lambda o: o.name)
+@pytest.mark.parametrize(("staleness", "rows"), [(0, 64), (3, 96), (100, 1000)])
+def test_decay_and_clipping_through_the_cache(optimizer: EmbeddingOptimizer, staleness: int, rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    collection = opened(tables_of_every_kind(), optimizer, CacheConfig(rows=rows, staleness=staleness), world_size=2)
+    batches = [random_batch(["x", "y", "z", "w"], 24, 60, generator) for _ in range(25)]
+    train(collection, PlainBags(collection, optimizer, torch.float64, world_size=2), batches)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
@@ -365,7 +382,7 @@ def test_a_batch_of_criteo_size_through_a_small_cache() -> None:
 
 def test_accumulated_gradients_make_one_step() -> None:
     """Two batches and one step are one batch of both, also where a row is in both and the cache is too small."""
-    for optimizer, rows in itertools.product(OPTIMIZERS, (32, 1000)):
+    for optimizer, rows in itertools.product(OPTIMIZERS + WITH_OPTIONS, (32, 1000)):
         collection = opened([table("t", ["x"])], optimizer, CacheConfig(rows=rows, staleness=0))
         plain = PlainBags(collection, optimizer, torch.float64)
         parts = [batch(["x"], [[k] for k in keys]) for keys in (range(40), range(20, 60))]

@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "core/optimizer.h"
@@ -101,7 +102,7 @@ Tensor bag_lookup(const Tensor& rows_t, const Tensor& slots_t, const Tensor& inv
   return out_t;
 }
 
-// Sums the gradients of unique rows, one after the other, and hands each sum to `use(row, sum)`.
+// Sums the gradients of unique rows, one after the other, and hands each sum to `use(row, sum)`, which may alter it.
 struct Gradients {
   const float* grad;
   const int32_t* order;
@@ -180,6 +181,15 @@ RowRef row_ref(const Slots& slots, int64_t slot, int64_t dim) {
   return {values, values + dim, deltas, deltas + dim};
 }
 
+OptimizerSettings settings_of(const Tensor& tensor) {
+  OptimizerSettings settings;
+  const auto* values = data<const float>(tensor, "settings");
+  STD_TORCH_CHECK(tensor.numel() == kOptimizerSettings, "an optimizer has ", kOptimizerSettings, " settings, got ",
+                  tensor.numel());
+  std::memcpy(&settings, values, sizeof(settings));
+  return settings;
+}
+
 // Calls `run` with the optimizer and the width as compile-time constants where they are common.
 template <typename Run>
 void dispatch(int64_t optimizer, int64_t dim, int64_t width, Run run) {
@@ -204,6 +214,8 @@ void dispatch(int64_t optimizer, int64_t dim, int64_t width, Run run) {
       return with_dim.template operator()<Optimizer::kAdagrad>();
     case Optimizer::kRowwiseAdagrad:
       return with_dim.template operator()<Optimizer::kRowwiseAdagrad>();
+    case Optimizer::kAdam:
+      return with_dim.template operator()<Optimizer::kAdam>();
   }
   STD_TORCH_CHECK(false, "unknown optimizer ", optimizer);
 }
@@ -211,22 +223,23 @@ void dispatch(int64_t optimizer, int64_t dim, int64_t width, Run run) {
 void bag_update(Tensor rows_t, Tensor meta_t, Tensor priority_t, const Tensor& slots_t, const Tensor& grad_t,
                 const Tensor& order_t, const Tensor& splits_t, std::optional<Tensor> bag_of_t, const Tensor& offsets_t,
                 std::optional<Tensor> weights_t, const Tensor& mean_t, int64_t dim, double scale, int64_t optimizer,
-                double lr, double eps) {
+                double lr, const Tensor& settings_t) {
   const Slots slots(meta_t, rows_t);
+  const OptimizerSettings settings = settings_of(settings_t);
   auto* priority = data<int64_t>(priority_t, "priority");
   const int64_t capacity = priority_t.numel();
   const auto* slot_of = data<const int64_t>(slots_t, "slots");
   const Gradients gradients(grad_t, order_t, splits_t, bag_of_t, offsets_t, weights_t, mean_t, dim, scale);
   STD_TORCH_CHECK(slots_t.numel() == gradients.n_unique, "one slot a unique row is needed");
   dispatch(optimizer, dim, slots.width, [&]<Optimizer kOptimizer, int kDim>() {
-    gradients.for_each<kDim>(dim, [&](int64_t u, const float* sum) {
+    gradients.for_each<kDim>(dim, [&](int64_t u, float* sum) {
       if (u + kAhead < gradients.n_unique) {
         slots.prefetch(slot_of[u + kAhead]);
         if (slot_of[u + kAhead] < capacity) __builtin_prefetch(priority + slot_of[u + kAhead], 1);
       }
       const int64_t slot = slot_of[u];
       step_row<kOptimizer>(row_ref(slots, slot, kDim > 0 ? kDim : dim), sum, kDim > 0 ? kDim : dim,
-                           static_cast<float>(lr), static_cast<float>(eps));
+                           static_cast<float>(lr), settings);
       SlotMeta& meta = slots.meta[slot];
       ++meta.pending;
       if (--meta.pins == 0 && slot < capacity) priority[slot] &= ~kPinned;
@@ -235,15 +248,17 @@ void bag_update(Tensor rows_t, Tensor meta_t, Tensor priority_t, const Tensor& s
 }
 
 void row_update(Tensor rows_t, Tensor meta_t, const Tensor& slots_t, const Tensor& grads_t, int64_t dim,
-                int64_t optimizer, double lr, double eps) {
+                int64_t optimizer, double lr, const Tensor& settings_t) {
   const Slots slots(meta_t, rows_t);
+  const OptimizerSettings settings = settings_of(settings_t);
   const auto* slot_of = data<const int64_t>(slots_t, "slots");
   const auto* grads = data<const float>(grads_t, "grads");
   STD_TORCH_CHECK(grads_t.numel() == slots_t.numel() * dim, "one gradient of ", dim, " values a slot is needed");
+  std::vector<float> grad(static_cast<size_t>(dim));
   dispatch(optimizer, dim, slots.width, [&]<Optimizer kOptimizer, int kDim>() {
     for (int64_t i = 0; i < slots_t.numel(); ++i) {
-      step_row<kOptimizer>(row_ref(slots, slot_of[i], dim), grads + i * dim, dim, static_cast<float>(lr),
-                           static_cast<float>(eps));
+      std::copy_n(grads + i * dim, dim, grad.data());
+      step_row<kOptimizer>(row_ref(slots, slot_of[i], dim), grad.data(), dim, static_cast<float>(lr), settings);
       ++slots.meta[slot_of[i]].pending;
     }
   });

@@ -27,7 +27,7 @@ FILLERS = 1 << 40  # keys of fillers begin here
 
 
 def schema(scope: Scope, name: str = "t") -> TableSchema:
-    return TableSchema(name, scope.ranks, 0, 0, 0.0, 0.0, 0.0)
+    return TableSchema(name, scope.ranks, "sgd", 0, 0.0, 0.0, 0.0)
 
 
 def unique(table: int, keys: Sequence[int]) -> UniqueRows:

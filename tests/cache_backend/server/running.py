@@ -22,7 +22,8 @@ from cache_backend.flight import EXCHANGE, FRAME_SCHEMA, batch_of, frame_of
 
 DIM, STATE = 3, 1
 TABLE = {
-    "name": "t", "dim": DIM, "state_dim": STATE, "seed": 5, "init_low": 0.0, "init_high": 0.0, "init_state": 0.0,
+    "name": "t", "dim": DIM, "optimizer": "rowwise_adagrad", "seed": 5, "init_low": 0.0, "init_high": 0.0,
+    "init_state": 0.0,
 }  # fmt: skip
 
 

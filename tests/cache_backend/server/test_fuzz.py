@@ -233,14 +233,15 @@ def test_actions_that_make_no_sense(held: Peer, action: str, body: bytes) -> Non
 @pytest.mark.parametrize(
     "field",
     [
-        {"dim": 0}, {"dim": -1}, {"dim": 1 << 40}, {"dim": "3"}, {"dim": 1.5}, {"dim": True}, {"state_dim": -1},
+        {"dim": 0}, {"dim": -1}, {"dim": 1 << 40}, {"dim": "3"}, {"dim": 1.5}, {"dim": True}, {"optimizer": "adamw"},
+        {"optimizer": 1}, {"optimizer": ["sgd"]}, {"state_dim": 1}, {"dim": 1 << 20, "optimizer": "adam"},
         {"seed": -1}, {"seed": 1 << 64}, {"name": 5}, {"init_low": "x"}, {"init_high": None},
     ],
     ids=str,
 )  # fmt: skip
 def test_tables_that_make_no_sense(held: Peer, field: dict[str, object]) -> None:
     table = {
-        "name": "bad", "dim": 2, "state_dim": 1, "seed": 5, "init_low": 0.0, "init_high": 0.0, "init_state": 0.0
+        "name": "bad", "dim": 2, "optimizer": "sgd", "seed": 5, "init_low": 0.0, "init_high": 0.0, "init_state": 0.0
     }  # fmt: skip
     with pytest.raises(pa.ArrowInvalid):
         held.open(table | field)

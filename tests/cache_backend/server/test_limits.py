@@ -60,7 +60,7 @@ def test_rows_a_request(program: Callable[..., Program], peer) -> None:
 def test_room_for_a_reply(program: Callable[..., Program], peer) -> None:
     """A frame of 200 bytes that asks for a row of 4 KB a quarter of a million times."""
     client = peer(program("--max-message-bytes", str(1 << 20)).address)
-    client.open(TABLE | {"dim": 1000, "state_dim": 0})
+    client.open(TABLE | {"dim": 1000, "optimizer": "sgd"})
     request = Request(1000, 0, fetches=[(0, 7)])
     for codec, row in ((0, 4000), (1, 2000), (2, 2000), (3, 1004)):
         request.fetch_codec = codec

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_backend import _table
+from cache_backend.config import OPTIMIZERS, state_dim_of
 
 # Two pushes, one check, three fetches, of rows of two weights and one optimizer value.
 REQUEST = bytes.fromhex(
@@ -88,8 +89,9 @@ def native(request: Request) -> bytes:
 def table(request: Request) -> _table.EmbeddingTable:
     """An empty table for the request; rows begin at zero."""
     made = _table.EmbeddingTable(request.dim, request.state_dim)
+    optimizer = next(i for name, i in OPTIMIZERS.items() if state_dim_of(name, request.dim) == request.state_dim)
     for number in {name[0] for names in (request.pushes, request.checks, request.fetches) for name in names}:
-        made.set_init(number, 0, 0.0, 0.0, 0.0)
+        made.declare(number, 0, 0.0, 0.0, 0.0, optimizer)
     return made
 
 
@@ -106,7 +108,7 @@ def test_golden_request() -> None:
 def test_golden_reply() -> None:
     frame = np.frombuffer(REQUEST, np.uint8)
     held = _table.EmbeddingTable(2, 1)
-    held.set_init(0, 1, 0.0, 0.0, 0.5)
+    held.declare(0, 1, 0.0, 0.0, 0.5, OPTIMIZERS["rowwise_adagrad"])
     request = _table.parse_request(frame, 100)
     _table.apply_push(held, request, "lamport")
     reply = bytes(_table.answer(held, request, 7))
@@ -127,7 +129,8 @@ STALENESS = st.integers(0, 2**63 - 1) | st.integers(0, 3)
 
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
-    dim, state_dim = draw(st.integers(1, 5)), draw(st.integers(0, 3))
+    dim = draw(st.integers(1, 5))
+    state_dim = state_dim_of(draw(st.sampled_from(["sgd", "adagrad", "rowwise_adagrad"])), dim)
     value = st.floats(-1000, 1000, width=32).filter(lambda x: x == 0 or abs(x) > 1e-3)
     # One key column shape: small keys, so that names meet, or any.
     name = st.tuples(st.integers(0, 2), st.integers(0, 5)) | st.tuples(TABLES, I64)

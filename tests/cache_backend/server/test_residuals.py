@@ -13,7 +13,7 @@ from cache_backend import RemoteStore, StoreError, TableSchema, _table
 from cache_backend.store import Check, ExchangeRequest, Fetch, Push
 from cache_backend.stores.residuals import Residuals
 
-DIM, STATE = 13, 2
+DIM, STATE = 13, 1
 WIDTH = DIM + STATE
 CODECS = {"fp16": 1, "bf16": 2, "int8": 3}
 Row = tuple[int, int]
@@ -93,7 +93,7 @@ def test_residuals_of_another_format_are_refused() -> None:
 
 def test_a_restored_store_forgets_what_was_kept(shard_addresses: Callable, tmp_path: Path) -> None:
     store = RemoteStore(list(shard_addresses(1, "lamport")), push_codec="int8")
-    (table,) = store.open([TableSchema("restored", DIM, STATE, 0, 0.0, 0.0, 0.0)])
+    (table,) = store.open([TableSchema("restored", DIM, "rowwise_adagrad", 0, 0.0, 0.0, 0.0)])
     store.snapshot(tmp_path / "empty")
     row, clock = np.array([5], np.int64), np.zeros(1, np.int64)
     deltas = np.linspace(0.1, 1, WIDTH, dtype=np.float32)[None]
@@ -109,7 +109,7 @@ def test_errors_that_could_not_be_sent_are_sent_later(
     shard_addresses: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = RemoteStore(list(shard_addresses(1, "lamport")), push_codec="int8", timeout_s=5, retry_s=0.1)
-    (table,) = store.open([TableSchema("unsent", DIM, STATE, 0, 0.0, 0.0, 0.0)])
+    (table,) = store.open([TableSchema("unsent", DIM, "rowwise_adagrad", 0, 0.0, 0.0, 0.0)])
     row, clock, tables = np.array([5], np.int64), np.zeros(1, np.int64), np.array([table], np.int32)
     deltas = np.linspace(0.1, 1, WIDTH, dtype=np.float32)[None]
     store.exchange(ExchangeRequest(DIM, STATE, Push(tables, row, clock, clock, deltas), Check(), Fetch(tables, row)))

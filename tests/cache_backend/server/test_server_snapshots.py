@@ -13,9 +13,9 @@ from cache_backend.store import Check, ExchangeRequest, Fetch, Push, TableSchema
 from cache_backend.stores.local import LocalStore
 from cache_backend.stores.remote import RemoteStore
 
-A = TableSchema("a", DIM, STATE, 3, -0.1, 0.1, 0.5)
-B = TableSchema("b", DIM, STATE, 4, 0.0, 0.0, 0.0)
-WIDE = TableSchema("wide", 7, 0, 5, -1.0, 1.0, 0.0)
+A = TableSchema("a", DIM, "rowwise_adagrad", 3, -0.1, 0.1, 0.5)
+B = TableSchema("b", DIM, "rowwise_adagrad", 4, 0.0, 0.0, 0.0)
+WIDE = TableSchema("wide", 7, "sgd", 5, -1.0, 1.0, 0.0)
 N = 400
 
 
@@ -68,7 +68,7 @@ def test_one_shard_to_three_to_two(cluster: Callable[[int], RemoteStore], tmp_pa
     local.snapshot(tmp_path / "local")
 
     three = cluster(3)
-    three.open([WIDE, TableSchema("other", DIM, STATE, 1, 0.0, 0.0, 0.0), B])
+    three.open([WIDE, TableSchema("other", DIM, "rowwise_adagrad", 1, 0.0, 0.0, 0.0), B])
     three.restore(tmp_path / "local")
     assert everything(three) == expected
     assert three.stats().rows == 2 * N
@@ -89,7 +89,7 @@ def test_a_refused_snapshot_changes_nothing(cluster: Callable[[int], RemoteStore
     fill(store)
     expected = everything(store)
     other = LocalStore()
-    other.open([TableSchema("a", DIM + 1, STATE, 3, 0.0, 0.0, 0.0)])
+    other.open([TableSchema("a", DIM + 1, "rowwise_adagrad", 3, 0.0, 0.0, 0.0)])
     other.snapshot(tmp_path / "another")
     store.snapshot(tmp_path / "damaged")
     (file, *_) = sorted((tmp_path / "damaged").glob("*.parquet"))
@@ -98,7 +98,7 @@ def test_a_refused_snapshot_changes_nothing(cluster: Callable[[int], RemoteStore
     file.write_bytes(content)
     for folder, message in (
         ("absent", "no embedding snapshot"),
-        ("another", "'a' has 4 weights and 1 optimizer values a row, but 3 and 1 are expected"),
+        ("another", "'a' has rows of 4 weights trained by rowwise_adagrad, but 3 and rowwise_adagrad are"),
         ("damaged", "was altered"),
     ):
         with pytest.raises(Exception, match=message):

@@ -56,7 +56,7 @@ def test_opening_tables(program: Callable[..., Program], peer) -> None:
     assert client.act("schemas")[0]["seed"] == 0  # a table keeps the seed it was opened with
     assert client.act("open", tables=[TABLE | {"name": "d"}], ids=[9]) == {"ids": [9]}
     for tables, ids, message in (
-        ([a | {"dim": 5}], None, "'a' holds rows of 3 weights and 1 optimizer values; 5 and 1 were asked for"),
+        ([a | {"dim": 5}], None, "'a' holds rows of 3 weights trained by rowwise_adagrad; 5 and rowwise_adagrad were"),
         ([a], [3], "'a' has id 3 on another shard, here 0"),
         ([TABLE | {"name": "e"}], [1], "'e' has id 1 on another shard, but here that is table 'b'"),
         ([TABLE | {"name": "e"}], [1 << 16], "ids are 0 to 65535"),
