@@ -1,6 +1,7 @@
 """Recommendation and graph models whose embedding tables outgrow a GPU or a machine."""
 
 from hetrec.data import Batch, FeatureSpec, SparseFeature, TableSpec
+from hetrec.distributed import HetEmbeddingBagCollectionSharder, HetEmbeddingCollectionSharder, plan
 from hetrec.embedding import HetEmbeddingCollection
 from hetrec.embedding_bag import HetEmbeddingBagCollection
 
@@ -8,7 +9,10 @@ __all__ = [
     "Batch",
     "FeatureSpec",
     "HetEmbeddingBagCollection",
+    "HetEmbeddingBagCollectionSharder",
     "HetEmbeddingCollection",
+    "HetEmbeddingCollectionSharder",
     "SparseFeature",
     "TableSpec",
+    "plan",
 ]

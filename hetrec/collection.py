@@ -110,6 +110,9 @@ class HetCollection(nn.Module):
             )
         return self.__dict__
 
+    def table_names(self) -> list[str]:
+        return [table.name for table in self._tables]
+
     @property
     def is_open(self) -> bool:
         return self._store is not None
@@ -195,6 +198,25 @@ class HetCollection(nn.Module):
                 self._ahead.append(self._plan(coming))
             elif self._ahead[i].features is not coming:
                 break
+
+    def prefetch(self, features: KeyedJaggedTensor) -> None:
+        """Plan a batch that comes after all that were begun or planned, and launch its exchange; ``begin`` of this very
+        object will find it."""
+        self._expect_open()
+        if not any(plan.features is features for plan in self._ahead):
+            self._ahead.append(self._plan(features))
+
+    def lookup(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        """A batch's rows, group by group (tables of equal width), as ``forward`` takes them: pooled, float32 (B,
+        features * dim), or one by one, float32 (values of the group's features, dim). Begins the batch where that was
+        not done."""
+        self._expect_open()
+        if not self.training:
+            return self._read(features)
+        if not self._begun or self._begun[-1].features is not features:
+            self.begin(features)
+        plan = self._begun[-1]
+        return [_Lookup.apply(self._leaf, self, plan, i) for i in range(len(self._groups))]
 
     def step(self, lr: float) -> None:
         """Apply the gradients of all batches since the last step as one optimizer step a row, and unpin the batches."""
@@ -369,16 +391,6 @@ class HetCollection(nn.Module):
         total = torch.zeros(distinct.numel(), cache.dim).index_add_(0, inverse, torch.cat(grads))
         cache.update_rows(distinct, total, lr)
 
-    def _lookup(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        """The rows of each group: pooled, float32 (B, features * dim), or one by one, (values of its features, dim)."""
-        self._expect_open()
-        if not self.training:
-            return self._read(features)
-        if not self._begun or self._begun[-1].features is not features:
-            self.begin(features)
-        plan = self._begun[-1]
-        return [_Lookup.apply(self._leaf, self, plan, i) for i in range(len(self._groups))]
-
     def _read(self, features: KeyedJaggedTensor) -> list[Tensor]:
         found = []
         for group, (rows, bags) in zip(self._groups, self._inputs(features).groups, strict=True):
@@ -392,7 +404,10 @@ class HetCollection(nn.Module):
 
     def _expect_open(self) -> None:
         if not self.is_open:
-            raise RuntimeError("the embedding collection is not open; call open(store, cache, optimizer) first")
+            raise RuntimeError(
+                "the embedding collection is not open; call open(store, cache, optimizer) first. Under "
+                "DistributedModelParallel its sharder does that: give it plan=hetrec.plan(model, sharders)"
+            )
 
 
 class _Lookup(torch.autograd.Function):

@@ -23,13 +23,21 @@ class HetEmbeddingBagCollection(HetCollection, EmbeddingBagCollectionInterface):
             where a table has a size and no range). Pooling sum or mean; a mean divides by the bag's length, also
             where bags are weighted.
         is_weighted: whether bags carry weights (the KeyedJaggedTensor's).
+        device: as TorchRec's programs give it, ``meta`` included; the rows live on the store whatever it is.
 
     Raises:
         ValueError: a table is named twice, or has no feature.
     """
 
-    def __init__(self, tables: Sequence[EmbeddingBagConfig], is_weighted: bool = False) -> None:
+    def __init__(
+        self, tables: Sequence[EmbeddingBagConfig], is_weighted: bool = False, device: torch.device | None = None
+    ) -> None:
         super().__init__(tables, is_weighted)
+        self._device = device if device is not None else torch.device("cpu")
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         return self._tables
@@ -40,7 +48,10 @@ class HetEmbeddingBagCollection(HetCollection, EmbeddingBagCollectionInterface):
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled rows; keys are the features' names in the order of the tables that hold them (``feature@table``
         where a feature reads several), values float32 (B, sum of dims)."""
-        pooled = self._lookup(features)
+        return self.output(self.lookup(features))
+
+    def output(self, pooled: list[torch.Tensor]) -> KeyedTensor:
+        """What ``forward`` makes of a ``lookup``."""
         if len(pooled) > 1:
             # Back from groups of equal width to the order of the tables.
             columns = {

@@ -52,6 +52,36 @@ class Bags(NamedTuple):
     mean: Tensor
 
 
+def full_batch(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """A batch whose features have batch sizes of their own (TorchRec's VBE), with each bag as often as it is meant.
+
+    Raises:
+        ValueError: it does not say which bag stands for which sample.
+    """
+    inverse_indices = features.inverse_indices_or_none()
+    if inverse_indices is None:
+        raise ValueError(
+            f"features of different batch sizes ({features.stride_per_key()}) can be pooled only if the "
+            "KeyedJaggedTensor has inverse_indices"
+        )
+    keys, inverse = inverse_indices
+    first_bag = torch.tensor([0, *features.stride_per_key()]).cumsum(0)
+    bags = torch.cat([first_bag[i] + inverse[keys.index(key)].long() for i, key in enumerate(features.keys())])
+    lengths = features.lengths()[bags]
+    # Each bag's positions, one after the other: its start, and how far a position is behind it.
+    starts = torch.repeat_interleave(features.offsets()[bags], lengths)
+    behind = torch.arange(starts.numel()) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    positions = (starts + behind).long()
+    weights = features.weights_or_none()
+    return KeyedJaggedTensor(
+        features.keys(),
+        features.values()[positions],
+        weights=None if weights is None else weights[positions],
+        lengths=lengths,
+        stride=inverse.size(1),
+    )
+
+
 class FeatureGroup:
     """The features that read tables of one row format.
 
@@ -84,6 +114,8 @@ class FeatureGroup:
             IndexError: a key is outside its table.
             KeyError: the batch lacks a feature.
         """
+        if features.variable_stride_per_key() and self._pooled:
+            features = full_batch(features)
         if (names := features.keys()) != self.features:
             absent = [name for name in self.features if name not in names]
             if absent:
@@ -94,7 +126,12 @@ class FeatureGroup:
         offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
         torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
         samples = lengths.numel() // len(self.features)
-        splits = offsets[::samples].contiguous() if samples else torch.zeros(len(self.features) + 1, dtype=torch.int64)
+        if features.variable_stride_per_key():
+            splits = torch.tensor(features.offset_per_key())
+        elif samples:
+            splits = offsets[::samples].contiguous()
+        else:
+            splits = torch.zeros(len(self.features) + 1, dtype=torch.int64)
         if (position := int(ops.check_keys(keys, splits, self._rows))) >= 0:
             feature = int((splits[1:] <= position).sum())
             size = int(self._rows[feature])

@@ -1,0 +1,31 @@
+"""The rows' optimizer as TorchRec sees it: rows are stepped in backward, at the learning rate that stands here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrec.optim.fused import FusedOptimizer
+
+from cache_backend.config import EmbeddingOptimizer
+
+__all__ = ["HetFusedOptimizer"]
+
+
+class HetFusedOptimizer(FusedOptimizer):
+    """A ``KeyedOptimizer`` without parameters: its one group carries the learning rate, which schedulers and TorchRec's
+    optimizer wrappers (warm-up, say) change as that of any other. The rows' state is saved with the rows."""
+
+    def __init__(self, optimizer: EmbeddingOptimizer) -> None:
+        super().__init__({}, {}, [{"params": [], "lr": optimizer.lr}])
+
+    @property
+    def lr(self) -> float:
+        """What the next backward steps with."""
+        (group,) = self.param_groups
+        return float(group["lr"])
+
+    def step(self, closure: Any = None) -> None:
+        """Backward has made the step."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Gradients of rows are gone with the step."""
