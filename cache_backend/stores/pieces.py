@@ -46,7 +46,8 @@ class Answer:
 class Piece:
     """What travels in one frame: these pushes, checks and fetches of the whole request.
 
-    ``size``: bytes of its frame or its reply, at most. ``sequence``: its number at the shard, 0 until it has one. ``frame``: as it was sent, until it is answered.
+    ``size``: bytes of its frame or its reply, at most. ``sequence``: its number at the shard, 0 until it has one.
+    ``frame``: as it was sent, until it is answered.
     """
 
     pushes: Rows
@@ -185,8 +186,8 @@ def _divided(rows: Push | Check | Fetch, parts: int) -> list[np.ndarray]:
 def _below(part: tuple[Rows, Rows, Rows], request: ExchangeRequest, max_bytes: int) -> list[Piece]:
     """These pushes, checks and fetches in frames and replies below the limit, pushes first; nothing for nothing."""
     row = 4 * request.width + _NAME_BYTES
-    everything = request.push, request.check, request.fetch
-    pushes, checks, fetches = (np.arange(len(r.keys))[which] for r, which in zip(everything, part, strict=True))
+    numbers = (len(request.push.keys), len(request.check.keys), len(request.fetch.keys))
+    pushes, checks, fetches = (np.arange(n)[which] for n, which in zip(numbers, part, strict=True))
     size = row * (len(pushes) + len(checks) + len(fetches))
     if size <= max_bytes:
         return [Piece(*part, size)] if size else []

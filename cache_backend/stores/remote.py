@@ -270,7 +270,7 @@ class _Shard:
         what was applied, and its bytes, which hold what its rows had rounded off."""
         if piece.frame is not None:
             return piece.frame
-        if counted:
+        if counted and piece.sequence == 0:
             self._sequence += 1
             piece.sequence = self._sequence
         request = pieces.request

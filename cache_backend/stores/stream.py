@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import time
+import weakref
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -23,8 +26,14 @@ class ExchangeStream:
 
     def __init__(self, client: fl.FlightClient, options: fl.FlightCallOptions, timeout_s: float) -> None:
         self._retire_at = time.monotonic() + timeout_s / 4
+        self._begun = self._closed = False
         self._writer, self._reader = client.do_exchange(EXCHANGE, options)
-        self._begun = False
+        # Arrow prints a warning for each call that is still open when its server, or its process, ends.
+        self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_at_exit"):  # it was opened
+            self.close()
 
     @property
     def young(self) -> bool:
@@ -55,6 +64,15 @@ class ExchangeStream:
 
     def close(self) -> None:
         """End the call, in which nobody waits for an answer any more."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
         for end in (self._writer.done_writing, self._writer.close):
             with suppress(fl.FlightError, pa.ArrowException, OSError):
                 end()
+
+
+def _close(stream: weakref.ref[ExchangeStream]) -> None:
+    if (open_one := stream()) is not None:
+        open_one.close()
