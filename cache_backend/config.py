@@ -43,7 +43,7 @@ class CacheConfig:
     fraction: float | None = None
     staleness: int = 100
     table_staleness: dict[str, int] = field(default_factory=dict)
-    policy: Literal["lru", "lfu", "light_lfu", "tiny_lfu", "lookahead"] = "lru"
+    policy: Literal["lru", "lfu", "light_lfu", "tiny_lfu", "lookahead"] = "lookahead"
     prefetch_depth: int = 1
 
     def __post_init__(self) -> None:

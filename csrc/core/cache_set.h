@@ -80,10 +80,19 @@ HETREC_HD int frequent_victim_way(const int64_t* priority, const SlotMeta* meta)
   return way;
 }
 
+HETREC_HD int lowest_bit(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __ffs(static_cast<int>(bits)) - 1;
+#else
+  return __builtin_ctz(bits);
+#endif
+}
+
 // The way of a set that holds the row, or -1; `matches` as of match_tags.
 HETREC_HD int find_way(const SlotMeta* meta, uint32_t matches, int64_t key, int32_t table) {
-  for (int way = 0; matches != 0; ++way, matches >>= 1) {
-    if ((matches & 1) != 0 && meta[way].key == key && meta[way].table == table) return way;
+  for (; matches != 0; matches &= matches - 1) {
+    const int way = lowest_bit(matches);
+    if (meta[way].key == key && meta[way].table == table) return way;
   }
   return -1;
 }

@@ -97,6 +97,17 @@ def test_one_gigabit(benchmarks: Path, tmp_path: Path) -> None:
     assert {"table_wise"} in ways
 
 
+def test_policies(benchmarks: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "plot.png"
+    (table,) = _run(benchmarks / "policies.py", tmp_path, "--plot", str(plot))["tables"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    rows = {row["policy"]: row for row in table["rows"]}
+    ahead = {f"lookahead, {depth} batches" for depth in (4, 16, 64)}
+    assert set(rows) == {"lru", "lfu", "light_lfu", "tiny_lfu", "Belady", *ahead}
+    assert all(rows["Belady"]["miss %"] <= row["miss %"] < 100 for row in rows.values())
+    assert all((row["reveal ns/row"] is not None) == (name in ahead) for name, row in rows.items())
+
+
 def test_cache_ops_help_names_its_options(benchmarks: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(benchmarks / "cache_ops.py"), "--help"], capture_output=True, text=True, check=True

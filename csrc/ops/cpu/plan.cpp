@@ -66,6 +66,7 @@ class Planner {
     uint64_t hashes[kBlock];
     uint32_t matches[kBlock];
     misses_.reserve(static_cast<size_t>(n));
+    if constexpr (kPolicy == Policy::kLightLfu) to_count_.reserve(static_cast<size_t>(n));
     for (int64_t begin = 0; begin < n; begin += kBlock) {
       const int64_t end = std::min(n, begin + kBlock);
       for (int64_t u = begin; u < end; ++u) {
@@ -82,7 +83,7 @@ class Planner {
         const uint64_t hash = hashes[u - begin];
         matches[u - begin] = match_tags(tags_ + base_of(hash), tag_of(hash));
         if (matches[u - begin] == 0) continue;
-        const int64_t slot = base_of(hash) + __builtin_ctz(matches[u - begin]);
+        const int64_t slot = base_of(hash) + lowest_bit(matches[u - begin]);
         __builtin_prefetch(slots_.meta + slot, 1);
         if constexpr (kPolicy != Policy::kLightLfu) __builtin_prefetch(priority_ + slot, 1);
       }
@@ -108,25 +109,30 @@ class Planner {
         }
         misses_.push_back({hash, next, static_cast<int32_t>(u)});
       }
-      count_later();
     }
+    if constexpr (kPolicy == Policy::kLightLfu) count_found();
   }
 
   // Chooses slots for what is not there. All hits are pinned by now, so no row of this batch is thrown out by another.
   void place(int64_t* slot_of) {
     left_.reserve(misses_.size());
-    for (size_t j = 0; j < misses_.size(); ++j) {
-      if (j + kAhead < misses_.size()) {
-        const int64_t base = base_of(misses_[j + kAhead].hash);
-        for (int line = 0; line < 4; ++line) __builtin_prefetch(priority_ + base + 8 * line, 1);
-        if constexpr (admits(kPolicy)) {
-          __builtin_prefetch(sketch_of(base) + sketch_cells(misses_[j + kAhead].hash).byte[0], 1);
-        }
+    SketchCells ring[kAhead];  // worked out, and fetched, kAhead misses early
+    const auto look_ahead = [&](size_t j) {
+      const int64_t base = base_of(misses_[j].hash);
+      for (int line = 0; line < 4; ++line) __builtin_prefetch(priority_ + base + 8 * line, 1);
+      if constexpr (admits(kPolicy)) {
+        ring[j % kAhead] = sketch_cells(misses_[j].hash);
+        __builtin_prefetch(sketch_of(base) + ring[j % kAhead].byte[0], 1);
       }
+    };
+    for (size_t j = 0; j < std::min<size_t>(misses_.size(), kAhead); ++j) look_ahead(j);
+    for (size_t j = 0; j < misses_.size(); ++j) {
+      const SketchCells cells = ring[j % kAhead];
+      if (j + kAhead < misses_.size()) look_ahead(j + kAhead);
       const Miss& miss = misses_[j];
       const int64_t base = base_of(miss.hash);
       int64_t before = 0;
-      if constexpr (admits(kPolicy)) before = remembered(sketch_of(base), sketch_cells(miss.hash));
+      if constexpr (admits(kPolicy)) before = remembered(sketch_of(base), cells);
       const int64_t frequency = one_use_more(kPolicy, before);
       const int64_t priority = priority_of(kPolicy, frequency, policy_.tick, miss.next);
       int way = victim_way(priority_ + base);
@@ -137,7 +143,7 @@ class Planner {
       const bool refused = admits(kPolicy) && way >= 0 && priority < priority_[base + way];
       if (way < 0 || refused) {
         ++(refused ? bypassed_ : overflow_);
-        if constexpr (admits(kPolicy)) remember(sketch_of(base), sketch_cells(miss.hash), frequency);
+        if constexpr (admits(kPolicy)) remember(sketch_of(base), cells, frequency);
         slot_of[miss.u] = spill_->take();
         unplaced_ += slot_of[miss.u] < 0;
         continue;
@@ -233,24 +239,23 @@ class Planner {
 
   // Gives a row that was found the priority of one more use.
   void count(int64_t slot, int64_t next) {
-    if constexpr (kPolicy == Policy::kLightLfu) {  // frequent rows' priorities are not even read
-      if (slots_.meta[slot].pins >= kFrequent) return;
-      __builtin_prefetch(priority_ + slot, 1);
-      later_.push_back(slot);
+    if constexpr (kPolicy == Policy::kLightLfu) {  // frequent rows' priorities are not even fetched
+      if (slots_.meta[slot].pins < kFrequent) to_count_.push_back(slot);
     } else {
       const int64_t frequency = one_use_more(kPolicy, frequency_of(priority_[slot]));
       priority_[slot] = priority_of(kPolicy, frequency, policy_.tick, next) | kPinned;
     }
   }
 
-  // light_lfu: counts what a block found among rows that are not frequent, their priorities having arrived.
-  void count_later() {
-    for (const int64_t slot : later_) {
+  // light_lfu: counts the rows that were found and are not frequent.
+  void count_found() {
+    for (size_t i = 0; i < to_count_.size(); ++i) {
+      if (i + kAhead < to_count_.size()) __builtin_prefetch(priority_ + to_count_[i + kAhead], 1);
+      const int64_t slot = to_count_[i];
       const int64_t frequency = one_use_more(kPolicy, frequency_of(priority_[slot]));
       priority_[slot] = priority_of(kPolicy, frequency, policy_.tick) | kPinned;
       if (frequency >= kFrequentEnough) slots_.meta[slot].pins += kFrequent;
     }
-    later_.clear();
   }
 
   uint8_t* tags_;
@@ -263,7 +268,7 @@ class Planner {
   SpillArea* spill_;
   std::vector<Miss> misses_;
   std::vector<Left> left_;
-  std::vector<int64_t> later_;
+  std::vector<int64_t> to_count_;
   int64_t evicted_ = 0, bypassed_ = 0, overflow_ = 0, unplaced_ = 0;
 };
 
