@@ -48,6 +48,14 @@ def test_store_rows_and_bytes_a_second(benchmarks: Path, tmp_path: Path) -> None
         assert (row["iperf3 GB/s"] is None) == (shutil.which("iperf3") is None)
 
 
+def test_step_under_torchrec(benchmarks: Path, tmp_path: Path) -> None:
+    (table,) = _run(benchmarks / "torchrec_step.py", tmp_path)["tables"]
+    assert [(row["D"], row["layout"]) for row in table["rows"]] == [
+        (dim, layout) for dim in (16, 128) for layout in ("one table", "26 tables")
+    ]
+    assert all(row["ratio"] > 0 and row["TorchRec ms"] > 0 for row in table["rows"])
+
+
 def test_store_latency(benchmarks: Path, tmp_path: Path) -> None:
     (latency,) = _run(benchmarks / "store.py", tmp_path, "--parts", "latency")["tables"]
     assert [row["clients"] for row in latency["rows"]] == [1, 4, 16]
