@@ -146,7 +146,12 @@ class Cache:
 
         Args:
             rows: the batch's, which must be the first revealed one where batches are revealed and still to come.
+
+        Raises:
+            ValueError: another batch was revealed.
+            StoreError: an earlier ``flush`` or ``settle`` failed, and fails again; nothing has changed.
         """
+        self.finish_unanswered()
         if self._coming and self._coming.popleft() is not rows:
             raise ValueError("another batch was revealed to come next; plan that one, or unreveal() first")
         self._tick += 1
@@ -287,7 +292,7 @@ class Cache:
 
     def _push_and_fetch(self, slots: Tensor) -> None:
         """Push what is pending in slots, which no request under way may ask about, and fetch their rows again."""
-        self._finish_unanswered()
+        self.finish_unanswered()
         if not slots.numel():
             return
         _, *push = ops.cache_cut(self.meta, self.rows, slots)
@@ -295,10 +300,11 @@ class Cache:
         request = ExchangeRequest(self.dim, self.state_dim, _push_arrays(push), Check(), fetch)
         self._count_request(request)
         self._unanswered = slots, request
-        self._finish_unanswered()
+        self.finish_unanswered()
 
-    def _finish_unanswered(self) -> None:
-        """Exchange what was cut; should that fail, the deltas, which are in no slot any more, wait for the next try."""
+    def finish_unanswered(self) -> None:
+        """Exchange what ``flush`` or ``settle`` has cut. Should that fail, the deltas, which are in no slot any more,
+        wait for the next try. Until then none of their slots may be given to another row, so no batch is planned."""
         if self._unanswered is None:
             return
         slots, request = self._unanswered

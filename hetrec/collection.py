@@ -20,7 +20,7 @@ from cache_backend import ops
 from cache_backend.cache import WINDOW, Cache, CachePlan, UniqueRows
 from cache_backend.config import CacheConfig, EmbeddingOptimizer
 from cache_backend.stats import CacheStats
-from cache_backend.store import EmbeddingStore, TableSchema
+from cache_backend.store import EmbeddingStore, ExchangeReply, TableSchema
 from hetrec.exchanges import Exchanges, Replies
 from hetrec.features import Bags, FeatureGroup, check_features
 
@@ -49,11 +49,12 @@ class _GroupPlan:
 @dataclass(eq=False)
 class _BatchPlan:
     """A batch between its plan and its update. ``replies`` runs in the background; None once it is committed.
-    ``failed``: they ended in an error that was raised."""
+    ``answered``: the replies of the first groups, as they come. ``failed``: they ended in an error that was raised."""
 
     features: KeyedJaggedTensor
     groups: list[_GroupPlan]
-    replies: Replies | None
+    replies: Replies | None = None
+    answered: list[ExchangeReply] = field(default_factory=list)
     failed: bool = False
     stepped: set[int] = field(default_factory=set)  # the groups that backward has stepped
 
@@ -305,20 +306,29 @@ class HetCollection(nn.Module):
     def _plan(self, features: KeyedJaggedTensor) -> _BatchPlan:
         if self._in_view and self._in_view[0].features is not features:
             self._lose_view()
-        # All groups are checked before the first cache is touched: a bad key must leave no pins behind.
+        # What may fail comes before the first cache is touched: neither a bad key nor a store that cannot be reached
+        # may leave pins behind.
+        for group in self._groups:
+            group.cache.finish_unanswered()
         inputs = self._in_view.popleft() if self._in_view else self._inputs(features)
         groups = [
             _GroupPlan(group.cache.plan(rows), bags)
             for group, (rows, bags) in zip(self._groups, inputs.groups, strict=True)
         ]
-        return _BatchPlan(features, groups, self._exchanges.submit([part.cache.request for part in groups]))
+        plan = _BatchPlan(features, groups)
+        self._send(plan)
+        return plan
+
+    def _send(self, plan: _BatchPlan) -> None:
+        plan.replies = self._exchanges.submit([part.cache.request for part in plan.groups], plan.answered)
+        plan.failed = False
 
     def _resend(self) -> None:
         """Send again, in order, what failed and what came after it."""
         waiting = [plan for plan in self._ahead if plan.replies is not None]
         self._exchanges.recover(plan.replies for plan in waiting if plan.replies is not None)
         for plan in waiting:
-            plan.replies, plan.failed = self._exchanges.submit([part.cache.request for part in plan.groups]), False
+            self._send(plan)
 
     def _commit(self, plan: _BatchPlan) -> None:
         if plan.replies is None:

@@ -24,9 +24,14 @@ class Exchanges:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hetrec-exchange")
         self._broken = threading.Event()
 
-    def submit(self, requests: Sequence[ExchangeRequest]) -> Replies:
-        """Send requests one after the other, behind all that were submitted before."""
-        return self._thread.submit(self._exchange, list(requests))
+    def submit(self, requests: Sequence[ExchangeRequest], answered: list[ExchangeReply]) -> Replies:
+        """Send requests one after the other, behind all that were submitted before.
+
+        Args:
+            answered: the replies that have come, of the first requests, which are not sent; further ones join it. After
+                a failure it says where to go on: a store promises to apply once what failed, not what it answered.
+        """
+        return self._thread.submit(self._exchange, list(requests), answered)
 
     def recover(self, under_way: Iterable[Replies]) -> None:
         """Wait until everything under way has ended, one way or the other, and send again from now on."""
@@ -36,11 +41,13 @@ class Exchanges:
     def shutdown(self) -> None:
         self._thread.shutdown()
 
-    def _exchange(self, requests: list[ExchangeRequest]) -> list[ExchangeReply]:
+    def _exchange(self, requests: list[ExchangeRequest], answered: list[ExchangeReply]) -> list[ExchangeReply]:
         if self._broken.is_set():
             raise StoreError("an exchange before this one failed")
         try:
-            return [self._store.exchange(request) for request in requests]
+            for request in requests[len(answered) :]:
+                answered.append(self._store.exchange(request))
         except BaseException:
             self._broken.set()
             raise
+        return answered

@@ -478,14 +478,16 @@ def test_gradients_are_a_mean_over_ranks() -> None:
 
 
 class Flaky(LocalStore):
-    """A store whose next exchange fails when told so."""
+    """A store that answers so many exchanges more, and fails once, when told so."""
 
-    fail_before = False
+    fails_after: int | None = None
 
     def exchange(self, request: ExchangeRequest) -> ExchangeReply:
-        if self.fail_before:
-            self.fail_before = False
-            raise ConnectionError("the store is not there")
+        if self.fails_after is not None:
+            self.fails_after -= 1
+            if self.fails_after < 0:
+                self.fails_after = None
+                raise ConnectionError("the store is not there")
         return super().exchange(request)
 
 
@@ -499,7 +501,7 @@ def test_a_failed_exchange_is_repeated_without_loss() -> None:
             collection.begin(features, upcoming)
         except ConnectionError:
             collection.begin(features, upcoming)
-        store.fail_before = features is first
+        store.fails_after = 0 if features is first else None
         collection(features).values().sum().backward()
         collection.step(lr=1.0)
     collection.flush()
@@ -574,12 +576,49 @@ def test_a_failed_flush_is_repeated_without_loss() -> None:
     for _ in range(2):
         collection(features).values().sum().backward()
         collection.step(lr=1.0)
-        store.fail_before = True
+        store.fails_after = 0
         with pytest.raises(ConnectionError):
             collection.flush()
     collection.flush()
     moved = stored_rows(collection, collection.embedding_bag_configs()[0]) - before
     assert moved[:, 0].tolist() == pytest.approx([0, -2, -2] + [0] * 57)
+
+
+def test_no_slot_is_given_away_while_a_failed_flush_waits() -> None:
+    """Its answer is written into the slots that were cut, so these must not hold other rows by then."""
+    store = Flaky()
+    collection = opened([table("t", ["x"], rows=200)], cache=CacheConfig(rows=32), store=store)
+    before = stored_rows(collection, collection.embedding_bag_configs()[0])
+    for first in (0, 100):
+        collection(batch(["x"], [[first + k] for k in range(32)])).values().sum().backward()
+        collection.step(lr=1.0)
+        store.fails_after = 0
+        with pytest.raises(ConnectionError):
+            collection.flush()
+    collection.flush()
+    moved = stored_rows(collection, collection.embedding_bag_configs()[0]) - before
+    expected = torch.zeros(200)
+    expected[:32] = expected[100:132] = -1
+    torch.testing.assert_close(moved, expected[:, None].expand(200, 4), rtol=0, atol=1e-5)
+
+
+def test_what_the_store_has_answered_is_not_sent_again() -> None:
+    """A batch has a request for each width; the second one fails."""
+    store = Flaky()
+    tables = [table("a", ["x"], dim=4), table("b", ["y"], dim=2)]
+    collection = opened(tables, cache=CacheConfig(staleness=0), store=store)
+    before = [stored_rows(collection, config) for config in tables]
+    features = batch(["x", "y"], [[1], [1]])
+    for step in range(3):
+        store.fails_after = 1 if step == 1 else None
+        if step == 1:
+            with pytest.raises(ConnectionError):
+                collection.begin(features)
+        collection(features).values().sum().backward()
+        collection.step(lr=1.0)
+    collection.flush()
+    for config, rows in zip(tables, before, strict=True):
+        assert (stored_rows(collection, config) - rows)[1].tolist() == pytest.approx([-3.0] * config.embedding_dim)
 
 
 def test_a_bound_for_a_single_table() -> None:
