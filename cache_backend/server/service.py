@@ -68,7 +68,7 @@ class Service(fl.FlightServerBase):
                     if not begun:
                         writer.begin(FRAME_SCHEMA)
                         begun = True
-                    writer.write_batch(batch_of(done.reply))
+                    _write(writer, batch_of(done.reply))
                 self._metrics.exchanged(done, frame.nbytes, time.perf_counter() - start)
 
     def _frame(self, batch: pa.RecordBatch | None) -> np.ndarray:
@@ -171,6 +171,13 @@ class Service(fl.FlightServerBase):
             self._metrics.error("internal")
             traceback.print_exc(file=sys.stderr)
             raise fl.FlightServerError(f"{type(error).__name__}: {error}") from None
+
+
+def _write(writer: fl.MetadataRecordBatchWriter, batch: pa.RecordBatch) -> None:
+    try:
+        writer.write_batch(batch)
+    except fl.FlightInternalError as error:
+        raise fl.FlightCancelledError(str(error)) from None  # by a client that did not wait for the answer
 
 
 def _told(error: Exception) -> str:

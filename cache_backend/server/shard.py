@@ -17,6 +17,7 @@ from cache_backend._table import (
     answer,
     apply_push,
     check_tables,
+    encoded_row_bytes,
     parse_request,
     push_part,
     shards,
@@ -235,12 +236,6 @@ class Shard:
                 self.journal.replace(schemas, groups)
             self.schemas, self.groups = schemas, groups
         return sum(len(group) for group in groups.values())
-
-
-def encoded_row_bytes(codec: int, dim: int, state_dim: int) -> int:
-    """Bytes of one row on the wire (PROTOCOL.md)."""
-    weights = (4 * dim, 2 * dim, 2 * dim, 4 + dim)[codec]
-    return weights + state_dim * (4 if codec == 0 else 2)
 
 
 def by_id(schemas: dict[int, TableSchema]) -> list[TableSchema]:

@@ -1,16 +1,30 @@
-"""A request cut by shard and by size, and the replies put together again."""
+"""A request cut by shard and by size, and its answers put together again."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from cache_backend import _table
 from cache_backend.store import Check, ExchangeReply, ExchangeRequest, Fetch, Push
 
-__all__ = ["Answer", "Part", "Piece", "join", "split"]
+__all__ = ["Answer", "Piece", "Pieces"]
+
+# Rows of about as many bytes, pushed and fetched, make a piece: while one travels, the server works on another, and the
+# answer to a third one comes back.
+_PIECE_BYTES = 512 << 10
+_MOST_PIECES = 16  # of a shard, unless a limit asks for more
+# One deadline is that of all that is under way. A server remembers the last 64 requests.
+_MOST_UNDER_WAY = 32
+_MOST_BYTES_UNDER_WAY = 64 << 20
+_NAME_BYTES = 40  # of a row's name and clocks, in any encoding
+
+Rows = np.ndarray | slice
+_ALL = slice(None)
 
 
 @dataclass
@@ -20,119 +34,167 @@ class Answer:
     rows: np.ndarray
     clocks: np.ndarray
     fresh: np.ndarray
+    lags: np.ndarray
     stale: np.ndarray
     stale_rows: np.ndarray
     stale_clocks: np.ndarray
-    lags: np.ndarray
     sent: int
     received: int
 
 
 @dataclass
 class Piece:
-    """What travels in one frame. ``sequence``: its number at the shard, 0 until it has one. ``frame``: as it was sent,
-    until it is answered."""
+    """What travels in one frame: these pushes, checks and fetches of the whole request.
 
-    request: ExchangeRequest
+    ``size``: bytes of its frame or its reply, at most. ``sequence``: its number at the shard, 0 until it has one.
+    ``frame``: as it was sent, until it is answered.
+    """
+
+    pushes: Rows
+    checks: Rows
+    fetches: Rows
+    size: int
     sequence: int = 0
     frame: np.ndarray | None = None
-    answer: Answer | None = None
+    answered: bool = False
 
 
-@dataclass
-class Part:
-    """One shard's share. checks, fetches: where its rows stand in the whole request, int64; None: everything."""
+class Pieces:
+    """A request in pieces, ``of_shard[i]`` those of shard i, and what is known of the reply.
 
-    checks: np.ndarray | None
-    fetches: np.ndarray | None
-    pieces: list[Piece] = field(default_factory=list)
+    A row's push, check and fetch travel together, so that the answers hold the push.
 
+    Args:
+        request: the whole.
+        shards: how many servers there are.
+        row_bytes: of a pushed and a fetched row as they travel, together.
+        max_bytes: neither a frame nor a reply becomes larger.
+    """
 
-def split(request: ExchangeRequest, shards: int, max_bytes: int) -> list[Part]:
-    """One part a shard; a shard without rows gets a part without pieces."""
-    if shards == 1:
-        return [Part(None, None, [Piece(r) for r in _pieces(request, max_bytes)])]
-    push, check, fetch = request.push, request.check, request.fetch
-    of_push, of_check, of_fetch = (_table.shards(rows.tables, rows.keys, shards) for rows in (push, check, fetch))
-    parts = []
-    for shard in range(shards):
-        pushes, checks, fetches = (np.flatnonzero(of == shard) for of in (of_push, of_check, of_fetch))
-        share = ExchangeRequest(
-            request.dim,
-            request.state_dim,
-            _pushes(push, pushes),
-            _checks(check, checks),
-            Fetch(fetch.tables[fetches], fetch.keys[fetches]),
+    def __init__(self, request: ExchangeRequest, shards: int, row_bytes: int, max_bytes: int) -> None:
+        self.request = request
+        self.of_shard = _split(request, shards, row_bytes, max_bytes)
+        # Shards are asked side by side.
+        self._lock = threading.Lock()
+        self._reply: ExchangeReply | None = None
+
+    def left(self, shard: int) -> Iterator[list[Piece]]:
+        """What was not answered yet, as much at once as may be under way."""
+        some: list[Piece] = []
+        for piece in self.of_shard[shard]:
+            if piece.answered:
+                continue
+            if some and (
+                len(some) == _MOST_UNDER_WAY or sum(p.size for p in some) + piece.size > _MOST_BYTES_UNDER_WAY
+            ):
+                yield some
+                some = []
+            some.append(piece)
+        if some:
+            yield some
+
+    def encode(self, piece: Piece, **header: Any) -> np.ndarray:
+        """A piece's frame; ``header``: the rest of ``_table.encode_request``'s arguments."""
+        push, check, fetch = self.request.push, self.request.check, self.request.fetch
+        p, c, f = piece.pushes, piece.checks, piece.fetches
+        deltas, places = (push.deltas[p], None) if isinstance(p, slice) else (push.deltas, p)  # rows are not copied
+        frame: np.ndarray = _table.encode_request(
+            dim=self.request.dim,
+            state_dim=self.request.state_dim,
+            push_tables=push.tables[p],
+            push_keys=push.keys[p],
+            push_starts=push.starts[p],
+            push_clocks=push.clocks[p],
+            deltas=deltas,
+            places=places,
+            check_tables=check.tables[c],
+            check_keys=check.keys[c],
+            check_clocks=check.clocks[c],
+            check_staleness=check.staleness[c],
+            fetch_tables=fetch.tables[f],
+            fetch_keys=fetch.keys[f],
+            **header,
         )
-        parts.append(Part(checks, fetches, [Piece(r) for r in _pieces(share, max_bytes)]))
-    return parts
+        return frame
 
+    def take(self, piece: Piece, answer: Answer) -> None:
+        """A piece was answered."""
+        piece.answered, piece.frame = True, None
+        a = answer
+        with self._lock:
+            if self._reply is None and piece.fetches is _ALL:
+                self._reply = ExchangeReply(
+                    a.rows, a.clocks, a.fresh, a.stale, a.stale_rows, a.stale_clocks, a.lags, a.sent, a.received
+                )
+                return
+            reply = self.reply()
+            checks = np.arange(len(self.request.check.keys))[piece.checks]
+            reply.stale = np.concatenate([reply.stale, checks[a.stale].astype(np.int32)])
+            reply.stale_rows = np.concatenate([reply.stale_rows, a.stale_rows])
+            reply.stale_clocks = np.concatenate([reply.stale_clocks, a.stale_clocks])
+            reply.lags += a.lags
+            reply.bytes_sent += a.sent
+            reply.bytes_received += a.received
+        reply.rows[piece.fetches] = a.rows
+        reply.clocks[piece.fetches] = a.clocks
+        reply.fresh[piece.fetches] = a.fresh
 
-def join(request: ExchangeRequest, parts: list[Part]) -> ExchangeReply:
-    """The answers of all pieces as one reply in the request's order."""
-    answers = list(_answers(parts))
-    sent, received = sum(a.sent for _, _, a in answers), sum(a.received for _, _, a in answers)
-    if len(parts) == 1 and len(answers) == 1:
-        a = answers[0][2]
-        return ExchangeReply(a.rows, a.clocks, a.fresh, a.stale, a.stale_rows, a.stale_clocks, a.lags, sent, received)
-    n, width = len(request.fetch.keys), request.width
-    reply = ExchangeReply(
-        np.empty((n, width), np.float32),
-        np.empty(n, np.int64),
-        np.empty(n, np.uint8),
-        np.concatenate([np.empty(0, np.int32), *(checks[a.stale].astype(np.int32) for checks, _, a in answers)]),
-        np.concatenate([np.empty((0, width), np.float32), *(a.stale_rows for _, _, a in answers)]),
-        np.concatenate([np.empty(0, np.int64), *(a.stale_clocks for _, _, a in answers)]),
-        sum((a.lags for _, _, a in answers), np.zeros(_table.LAG_BINS, np.int64)),
-        sent,
-        received,
-    )
-    for _, fetches, a in answers:
-        reply.rows[fetches], reply.clocks[fetches], reply.fresh[fetches] = a.rows, a.clocks, a.fresh
-    return reply
-
-
-def _answers(parts: list[Part]) -> Iterator[tuple[np.ndarray, np.ndarray, Answer]]:
-    """Every answer with the places of its checks and fetches in the whole request."""
-    for part in parts:
-        n_checks = n_fetches = 0
-        for piece in part.pieces:
-            assert piece.answer is not None
-            checks = np.arange(n_checks, n_checks + len(piece.request.check.keys))
-            fetches = np.arange(n_fetches, n_fetches + len(piece.request.fetch.keys))
-            n_checks, n_fetches = n_checks + len(checks), n_fetches + len(fetches)
-            yield (
-                checks if part.checks is None else part.checks[checks],
-                fetches if part.fetches is None else part.fetches[fetches],
-                piece.answer,
+    def reply(self) -> ExchangeReply:
+        """What was answered, in the request's order."""
+        if self._reply is None:
+            n, width = len(self.request.fetch.keys), self.request.width
+            i64 = np.empty(0, np.int64)
+            self._reply = ExchangeReply(
+                np.empty((n, width), np.float32),
+                np.empty(n, np.int64),
+                np.empty(n, np.uint8),
+                np.empty(0, np.int32),
+                np.empty((0, width), np.float32),
+                i64,
+                np.zeros(_table.LAG_BINS, np.int64),
+                bytes_sent=0,
+                bytes_received=0,
             )
+        return self._reply
 
 
-def _pieces(request: ExchangeRequest, max_bytes: int) -> list[ExchangeRequest]:
-    """Frames and replies below the limit, pushes first; no piece where there is nothing to say."""
+def _split(request: ExchangeRequest, shards: int, row_bytes: int, max_bytes: int) -> list[list[Piece]]:
+    """A shard without rows gets no piece."""
     if request.is_empty:
-        return []
+        return [[] for _ in range(shards)]
     push, check, fetch = request.push, request.check, request.fetch
-    row = 4 * request.width + 40  # no encoding of a row, its name and its clocks takes more
-    if (len(push.keys) + len(check.keys) + len(fetch.keys)) * row <= max_bytes:
-        return [request]
-    step = max(1, max_bytes // row)
-    no_check, no_fetch = Check(), Fetch(fetch.tables[:0], fetch.keys[:0])
-    pieces = [
-        ExchangeRequest(request.dim, request.state_dim, _pushes(push, slice(i, i + step)), no_check, no_fetch)
-        for i in range(0, len(push.keys), step)
+    travelling = max(len(push.keys), len(fetch.keys)) * row_bytes
+    each = min(max(travelling // (shards * _PIECE_BYTES), 1), _MOST_PIECES)
+    if shards * each == 1:
+        return [_below((_ALL, _ALL, _ALL), request, max_bytes)]
+    # By bucket, as rows are divided over shards: the pieces of a shard are what as many more shards would get.
+    of_push, of_check, of_fetch = (_divided(rows, shards * each) for rows in (push, check, fetch))
+    parts = list(zip(of_push, of_check, of_fetch, strict=True))
+    return [
+        [piece for part in parts[i * each : (i + 1) * each] for piece in _below(part, request, max_bytes)]
+        for i in range(shards)
     ]
+
+
+def _divided(rows: Push | Check | Fetch, parts: int) -> list[np.ndarray]:
+    """Places of the rows of each part, ascending."""
+    part = _table.shards(rows.tables, rows.keys, parts)
+    ends = np.cumsum(np.bincount(part, minlength=parts))
+    return np.split(np.argsort(part, kind="stable"), ends[:-1])
+
+
+def _below(part: tuple[Rows, Rows, Rows], request: ExchangeRequest, max_bytes: int) -> list[Piece]:
+    """These pushes, checks and fetches in frames and replies below the limit, pushes first; nothing for nothing."""
+    row = 4 * request.width + _NAME_BYTES
+    numbers = (len(request.push.keys), len(request.check.keys), len(request.fetch.keys))
+    pushes, checks, fetches = (np.arange(n)[which] for n, which in zip(numbers, part, strict=True))
+    size = row * (len(pushes) + len(checks) + len(fetches))
+    if size <= max_bytes:
+        return [Piece(*part, size)] if size else []
+    none = slice(0, 0)
+    step = max(1, max_bytes // row)
+    pieces = [Piece(pushes[i : i + step], none, none, max_bytes) for i in range(0, len(pushes), step)]
     step = max(1, step // 2)  # of checks and fetches each
-    for i in range(0, max(len(check.keys), len(fetch.keys)), step):
-        s = slice(i, i + step)
-        query = _checks(check, s), Fetch(fetch.tables[s], fetch.keys[s])
-        pieces.append(ExchangeRequest(request.dim, request.state_dim, Push.nothing(request.width), *query))
+    for i in range(0, max(len(checks), len(fetches)), step):
+        pieces.append(Piece(none, checks[i : i + step], fetches[i : i + step], max_bytes))
     return pieces
-
-
-def _pushes(push: Push, which: np.ndarray | slice) -> Push:
-    return Push(push.tables[which], push.keys[which], push.starts[which], push.clocks[which], push.deltas[which])
-
-
-def _checks(check: Check, which: np.ndarray | slice) -> Check:
-    return Check(check.tables[which], check.keys[which], check.clocks[which], check.staleness[which])

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.flight as fl
 
 from cache_backend import _table
-from cache_backend.flight import EXCHANGE, FRAME_SCHEMA, PROTOCOL_VERSION, batch_of, frame_of
+from cache_backend.flight import PROTOCOL_VERSION
 from cache_backend.snapshot import new_snapshot, write_manifest
 from cache_backend.store import (
     Check,
@@ -31,8 +31,9 @@ from cache_backend.store import (
     StoreStats,
     TableSchema,
 )
-from cache_backend.stores.pieces import Answer, Part, Piece, join, split
+from cache_backend.stores.pieces import Answer, Piece, Pieces
 from cache_backend.stores.residuals import Residuals
+from cache_backend.stores.stream import ExchangeStream
 
 __all__ = ["RemoteStore", "RowCodec"]
 
@@ -193,16 +194,15 @@ class RemoteStore:
         self, request: ExchangeRequest, push_codec: int, fetch_codec: int, counted: bool = True
     ) -> ExchangeReply:
         if request.prepared is None:
-            request.prepared = split(request, len(self._shards), self._max_message_bytes)
-        parts: list[Part] = request.prepared
+            row_bytes = _row_bytes(push_codec, request) + _row_bytes(fetch_codec, request)
+            request.prepared = Pieces(request, len(self._shards), row_bytes, self._max_message_bytes)
+        pieces: Pieces = request.prepared
+        self._on_every_shard(lambda shard: shard.exchange(pieces, push_codec, fetch_codec, counted))
+        return pieces.reply()
 
-        def on_shard(shard: _Shard) -> None:
-            for piece in parts[shard.number].pieces:
-                if piece.answer is None:
-                    shard.exchange(piece, push_codec, fetch_codec, counted)
 
-        self._on_every_shard(on_shard)
-        return join(request, parts)
+def _row_bytes(codec: int, request: ExchangeRequest) -> int:
+    return _table.encoded_row_bytes(codec, request.dim, request.state_dim)
 
 
 @dataclass(frozen=True)
@@ -253,53 +253,87 @@ class _Shard:
         self._worker, self._session, self._sequence = worker, session, 0
         self._generation = 0
         self._client: fl.FlightClient | None = None
+        self._stream: ExchangeStream | None = None
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="hetrec-send")
         self._lock = threading.RLock()  # one request at a time: sequences leave in order
 
-    def exchange(self, piece: Piece, push_codec: int, fetch_codec: int, counted: bool) -> None:
+    def exchange(self, pieces: Pieces, push_codec: int, fetch_codec: int, counted: bool) -> None:
+        """Send the pieces that were not answered yet, and take their answers."""
         with self._lock:
-            self._connected()
-            # A piece that is tried again, be it hours later, keeps its number: the server knows by it what was applied.
-            if counted and piece.sequence == 0:
-                self._sequence += 1
-                piece.sequence = self._sequence
-            # And it keeps its frame, for what its rows have rounded off so far is in there.
-            if piece.frame is None:
-                piece.frame = self._encode(piece, push_codec, fetch_codec)
-            frame, sequence = piece.frame, piece.sequence
-            reply = self._patiently(lambda client, options: _round_trip(client, options, frame))
-        generation, answered, rows, clocks, fresh, lags, stale, stale_rows, stale_clocks = _table.decode_reply(reply)
-        if answered != sequence or generation != self._generation:
-            raise StoreError(f"{self.address} answered request {answered} instead of {sequence}")
-        piece.answer = Answer(rows, clocks, fresh, stale, stale_rows, stale_clocks, lags, frame.nbytes, reply.nbytes)
-        piece.frame = None
+            for some in pieces.left(self.number):
+                self._connected()
+                encode = partial(self._encode, pieces, push_codec=push_codec, fetch_codec=fetch_codec, counted=counted)
+                self._patiently(partial(self._converse, some, encode, partial(self._take, pieces)))
 
-    def _encode(self, piece: Piece, push_codec: int, fetch_codec: int) -> np.ndarray:
-        request = piece.request
-        push, check, fetch = request.push, request.check, request.fetch
-        lossy = push_codec != CODECS["fp32"] and len(push.keys) > 0
-        frame: np.ndarray = _table.encode_request(
+    def _encode(self, pieces: Pieces, piece: Piece, push_codec: int, fetch_codec: int, counted: bool) -> np.ndarray:
+        """The piece's frame. When it is tried again, be it hours later, it keeps its number, by which the server knows
+        what was applied, and its bytes, which hold what its rows had rounded off."""
+        if piece.frame is not None:
+            return piece.frame
+        if counted and piece.sequence == 0:
+            self._sequence += 1
+            piece.sequence = self._sequence
+        request = pieces.request
+        lossy = push_codec != CODECS["fp32"] and len(request.push.keys) > 0
+        piece.frame = pieces.encode(
+            piece,
             worker=self._worker,
             session=self._session,
             sequence=piece.sequence,
             generation=self._generation,
-            dim=request.dim,
-            state_dim=request.state_dim,
             push_codec=push_codec,
             fetch_codec=fetch_codec,
-            push_tables=push.tables,
-            push_keys=push.keys,
-            push_starts=push.starts,
-            push_clocks=push.clocks,
-            deltas=push.deltas,
-            check_tables=check.tables,
-            check_keys=check.keys,
-            check_clocks=check.clocks,
-            check_staleness=check.staleness,
-            fetch_tables=fetch.tables,
-            fetch_keys=fetch.keys,
             residuals=self.residuals.of(request.dim, request.state_dim) if lossy else None,
         )
-        return frame
+        return piece.frame
+
+    def _take(self, pieces: Pieces, piece: Piece, reply: np.ndarray) -> None:
+        generation, answered, rows, clocks, fresh, lags, stale, stale_rows, stale_clocks = _table.decode_reply(reply)
+        if answered != piece.sequence or generation != self._generation:
+            raise StoreError(f"{self.address} answered request {answered} instead of {piece.sequence}")
+        sent = 0 if piece.frame is None else piece.frame.nbytes
+        answer = Answer(rows, clocks, fresh, lags, stale, stale_rows, stale_clocks, sent, reply.nbytes)
+        pieces.take(piece, answer)
+
+    def _converse(
+        self,
+        pieces: list[Piece],
+        encode: Callable[[Piece], np.ndarray],
+        take: Callable[[Piece, np.ndarray], None],
+        client: fl.FlightClient,
+        options: fl.FlightCallOptions,
+    ) -> None:
+        """Send frames and take their replies; of several pieces, both at once."""
+        left = [piece for piece in pieces if not piece.answered]
+        if self._stream is not None and not self._stream.young:
+            self._end_stream()
+        if self._stream is None:
+            self._stream = ExchangeStream(client, options, self._connection.timeout_s)
+        stream = self._stream
+        try:
+            if len(left) == 1:
+                _send(stream, left, encode)
+                take(left[0], stream.receive())
+                return
+            sending = self._sender.submit(_send, stream, left, encode)
+            try:
+                for piece in left:
+                    take(piece, stream.receive())
+            except BaseException:
+                stream.cancel()  # for the sender
+                if (problem := sending.exception()) is not None:
+                    raise problem from None
+                raise
+            sending.result()
+        except BaseException:
+            stream.cancel()
+            self._end_stream()
+            raise
+
+    def _end_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
     def action(self, name: str, body: Any, patient: bool = False) -> Any:
         """Call an action. ``patient``: it may take as long as it needs (snapshots)."""
@@ -310,6 +344,11 @@ class _Shard:
             return self._patiently(lambda client, options: _action(client, options, name, body), patient)
 
     def close(self) -> None:
+        self._disconnect()
+        self._sender.shutdown()
+
+    def _disconnect(self) -> None:
+        self._end_stream()
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -337,7 +376,7 @@ class _Shard:
                 timeout = 24 * 3600.0 if no_deadline else self._connection.timeout_s
                 return call(self._client, self._connection.call_options(timeout))
             except _TRANSIENT as error:
-                self.close()  # a new connection next time: the address may lead to another process now
+                self._disconnect()  # a new connection next time: the address may lead to another process now
                 if time.monotonic() + pause > give_up:
                     raise StoreError(
                         f"shard {self.number} at {self.address} did not answer for {self._connection.retry_s:g} s: "
@@ -375,17 +414,15 @@ def _first_line(error: Exception) -> str:
     return line.split(" error, with message: ")[-1].split(" Detail: ")[0].rstrip(". ")
 
 
-def _round_trip(client: fl.FlightClient, options: fl.FlightCallOptions, frame: np.ndarray) -> np.ndarray:
-    writer, reader = client.do_exchange(EXCHANGE, options)
-    with writer:
-        writer.begin(FRAME_SCHEMA)
-        writer.write_batch(batch_of(frame))
-        writer.done_writing()
-        try:
-            chunk = reader.read_chunk()
-        except StopIteration:
-            raise fl.FlightUnavailableError("the server ended the exchange without a reply") from None
-    return frame_of(chunk.data)
+def _send(stream: ExchangeStream, pieces: list[Piece], encode: Callable[[Piece], np.ndarray]) -> None:
+    try:
+        for piece in pieces:
+            stream.send(encode(piece))
+    except (fl.FlightError, pa.ArrowException, OSError):
+        pass  # the call has ended; why, its receiver is told
+    except BaseException:
+        stream.cancel()
+        raise
 
 
 def _action(client: fl.FlightClient, options: fl.FlightCallOptions, name: str, body: Any) -> Any:

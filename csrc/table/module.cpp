@@ -136,7 +136,7 @@ nb::object encode_request(uint64_t worker, uint64_t session, uint64_t sequence, 
                           Mat<const float> deltas, Vec<const int32_t> check_tables, Vec<const int64_t> check_keys,
                           Vec<const int64_t> check_clocks, Vec<const int64_t> check_staleness,
                           Vec<const int32_t> fetch_tables, Vec<const int64_t> fetch_keys,
-                          hetrec::Residuals* residuals) {
+                          std::optional<Vec<const int64_t>> places, hetrec::Residuals* residuals) {
   hetrec::RequestHeader header{};
   header.worker = worker;
   header.session = session;
@@ -152,7 +152,14 @@ nb::object encode_request(uint64_t worker, uint64_t session, uint64_t sequence, 
                               push_keys.data(),
                               checked(push_starts, "push_starts", n_push),
                               checked(push_clocks, "push_clocks", n_push),
-                              checked(deltas, "deltas", n_push, int64_t{dim} + state_dim)};
+                              checked(deltas, "deltas", places ? deltas.shape(0) : n_push, int64_t{dim} + state_dim)};
+  const int64_t* delta_places = places ? checked(*places, "places", n_push) : nullptr;
+  for (size_t i = 0; places && i < n_push; ++i) {
+    if (delta_places[i] < 0 || static_cast<size_t>(delta_places[i]) >= deltas.shape(0)) {
+      throw std::invalid_argument("a delta's place is " + std::to_string(delta_places[i]) + ", there are " +
+                                  std::to_string(deltas.shape(0)));
+    }
+  }
   const hetrec::CheckView check{static_cast<int64_t>(n_check), checked(check_tables, "check_tables", n_check),
                                 check_keys.data(), checked(check_clocks, "check_clocks", n_check),
                                 checked(check_staleness, "check_staleness", n_check)};
@@ -165,7 +172,7 @@ nb::object encode_request(uint64_t worker, uint64_t session, uint64_t sequence, 
   hetrec::Frame frame;
   {
     const nb::gil_scoped_release release;
-    frame = hetrec::encode_request(header, push, check, fetch, residuals);
+    frame = hetrec::encode_request(header, push, check, fetch, delta_places, residuals);
   }
   return nb::cast(owned(std::move(frame)));
 }
@@ -214,12 +221,14 @@ void expect_format(const EmbeddingTable& table, const Request& request) {
 void define_wire(nb::module_& m) {
   nb::exception<hetrec::WireError>(m, "WireError", PyExc_ValueError);
   m.attr("PROTOCOL_VERSION") = hetrec::kProtocolVersion;
-  m.def("encode_request", &encode_request, nb::kw_only(), nb::arg("worker"), nb::arg("session"), nb::arg("sequence"),
-        nb::arg("generation"), nb::arg("dim"), nb::arg("state_dim"), nb::arg("push_codec"), nb::arg("fetch_codec"),
-        nb::arg("push_tables"), nb::arg("push_keys"), nb::arg("push_starts"), nb::arg("push_clocks"), nb::arg("deltas"),
-        nb::arg("check_tables"), nb::arg("check_keys"), nb::arg("check_clocks"), nb::arg("check_staleness"),
-        nb::arg("fetch_tables"), nb::arg("fetch_keys"), nb::arg("residuals") = nb::none(),
-        "A request frame, uint8. With residuals, what the codec rounds off is kept there, and sent what was kept.");
+  m.def(
+      "encode_request", &encode_request, nb::kw_only(), nb::arg("worker"), nb::arg("session"), nb::arg("sequence"),
+      nb::arg("generation"), nb::arg("dim"), nb::arg("state_dim"), nb::arg("push_codec"), nb::arg("fetch_codec"),
+      nb::arg("push_tables"), nb::arg("push_keys"), nb::arg("push_starts"), nb::arg("push_clocks"), nb::arg("deltas"),
+      nb::arg("check_tables"), nb::arg("check_keys"), nb::arg("check_clocks"), nb::arg("check_staleness"),
+      nb::arg("fetch_tables"), nb::arg("fetch_keys"), nb::arg("places") = nb::none(), nb::arg("residuals") = nb::none(),
+      "A request frame, uint8. With places, int64, push i's delta is deltas[places[i]]. With residuals, what the codec "
+      "rounds off is kept there, and sent what was kept.");
   nb::class_<Request> request(m, "Request", "A request that was checked as a whole, decoded.");
   for (const auto& [name, field] : {std::pair{"worker", &RequestHeader::worker},
                                     {"session", &RequestHeader::session},
@@ -291,6 +300,13 @@ void define_wire(nb::module_& m) {
         "(generation, sequence, rows, clocks, fresh, lags, stale, stale_rows, stale_clocks) of a reply. Raises "
         "WireError.");
   m.def(
+      "encoded_row_bytes",
+      [](uint8_t codec, int64_t dim, int64_t state_dim) {
+        if (codec >= hetrec::kRowCodecs) throw std::invalid_argument("unknown row codec");
+        return hetrec::encoded_row_bytes(static_cast<hetrec::RowCodec>(codec), dim, state_dim);
+      },
+      nb::arg("codec"), nb::arg("dim"), nb::arg("state_dim"), "Bytes of one row as it travels.");
+  m.def(
       "checksum", [](Bytes bytes) { return hetrec::checksum(bytes.data(), bytes.shape(0)); }, nb::arg("bytes"),
       "The CRC-32C that frames carry.");
   m.def(
@@ -298,15 +314,15 @@ void define_wire(nb::module_& m) {
       [](Vec<const int32_t> tables, Vec<const int64_t> keys, uint32_t n) {
         const size_t rows = keys.shape(0);
         const int32_t* table = checked(tables, "tables", rows);
-        std::vector<uint8_t> shard(rows);
-        if (n < 1 || n > 255) throw std::invalid_argument("1 to 255 shards, got " + std::to_string(n));
+        std::vector<uint16_t> shard(rows);
+        if (n < 1 || n > hetrec::kBuckets) throw std::invalid_argument("1 to 4096 shards, got " + std::to_string(n));
         for (size_t i = 0; i < rows; ++i) {
           const uint64_t bucket = hetrec::bucket_of(hetrec::hash_row(table[i], keys.data()[i]));
-          shard[i] = static_cast<uint8_t>(bucket * n / hetrec::kBuckets);
+          shard[i] = static_cast<uint16_t>(bucket * n / hetrec::kBuckets);
         }
         return nb::cast(owned(std::move(shard)));
       },
-      nb::arg("tables"), nb::arg("keys"), nb::arg("n"), "The shard of each row: its bucket's share of 0..n-1, uint8.");
+      nb::arg("tables"), nb::arg("keys"), nb::arg("n"), "The shard of each row: its bucket's share of 0..n-1, uint16.");
 }
 
 }  // namespace

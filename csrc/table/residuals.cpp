@@ -5,12 +5,12 @@
 
 namespace hetrec {
 
-void Residuals::encode(const PushView& push, uint8_t* out) {
+void Residuals::encode(const PushView& push, const int64_t* places, uint8_t* out) {
   const int64_t dim = this->dim(), state_dim = this->state_dim(), width = dim + state_dim;
   const int64_t bytes = encoded_row_bytes(codec_, dim, state_dim);
   std::vector<float> sum(static_cast<size_t>(width)), decoded(static_cast<size_t>(width));
   errors_.change(push.n, push.tables, push.keys, [&](int64_t i, float* error, bool created) {
-    const float* delta = push.deltas + i * width;
+    const float* delta = push.deltas + (places == nullptr ? i : places[i]) * width;
     if (created) std::fill_n(error, width, 0.f);
     for (int64_t d = 0; d < width; ++d) sum[static_cast<size_t>(d)] = delta[d] + error[d];
     encode_row(codec_, sum.data(), dim, state_dim, out + i * bytes);

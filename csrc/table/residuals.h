@@ -16,8 +16,8 @@ class Residuals {
   Residuals(RowCodec codec, int64_t dim, int64_t state_dim) : codec_(codec), errors_(dim, state_dim) {}
 
   // Writes each delta and what was kept of its row as `codec` to `out`, encoded_row_bytes() each, and keeps what that
-  // rounds off.
-  void encode(const PushView& push, uint8_t* out);
+  // rounds off. Row i's delta is the one at `places[i]`; without places, at i.
+  void encode(const PushView& push, const int64_t* places, uint8_t* out);
 
   struct Kept {
     std::vector<int32_t> tables;

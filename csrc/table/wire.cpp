@@ -128,16 +128,20 @@ void check_version(uint16_t version) {
   }
 }
 
-void write_rows(Frame* frame, RowCodec codec, int64_t dim, int64_t state_dim, int64_t n, const float* rows) {
+void write_rows(Frame* frame, RowCodec codec, int64_t dim, int64_t state_dim, int64_t n, const float* rows,
+                const int64_t* places) {
   const auto bytes = static_cast<size_t>(encoded_row_bytes(codec, dim, state_dim));
   const size_t at = frame->size();
   pad(frame, at + bytes * static_cast<size_t>(n));
   uint8_t* out = frame->data() + at;
-  if (codec == RowCodec::kFp32) {
+  if (codec == RowCodec::kFp32 && places == nullptr) {
     if (n > 0) std::memcpy(out, rows, bytes * static_cast<size_t>(n));
     return;
   }
-  for (int64_t i = 0; i < n; ++i) encode_row(codec, rows + i * (dim + state_dim), dim, state_dim, out + i * bytes);
+  for (int64_t i = 0; i < n; ++i) {
+    const float* row = rows + (places == nullptr ? i : places[i]) * (dim + state_dim);
+    encode_row(codec, row, dim, state_dim, out + static_cast<size_t>(i) * bytes);
+  }
 }
 
 void check_tables(const Buffer<int32_t>& tables) {
@@ -206,7 +210,7 @@ void read_query(const uint8_t* frame, Request* request) {
 uint32_t checksum(const uint8_t* bytes, size_t size) { return crc32c(bytes, size); }
 
 Frame encode_request(RequestHeader header, const PushView& push, const CheckView& check, const RowNames& fetch,
-                     Residuals* residuals) {
+                     const int64_t* places, Residuals* residuals) {
   const int64_t dim = header.dim, state_dim = header.state_dim;
   header.magic = kRequestMagic;
   header.version = kProtocolVersion;
@@ -225,11 +229,11 @@ Frame encode_request(RequestHeader header, const PushView& push, const CheckView
   write_block(&frame, push.n, updates.data());
   const RowCodec codec = codec_of(header.push_codec);
   if (residuals == nullptr) {
-    write_rows(&frame, codec, dim, state_dim, push.n, push.deltas);
+    write_rows(&frame, codec, dim, state_dim, push.n, push.deltas, places);
   } else {
     const size_t at = frame.size();
     pad(&frame, at + static_cast<size_t>(push.n * encoded_row_bytes(codec, dim, state_dim)));
-    residuals->encode(push, frame.data() + at);
+    residuals->encode(push, places, frame.data() + at);
   }
   header.push_bytes = frame.size() - sizeof(header);
   write_block(&frame, check.n, check.tables);

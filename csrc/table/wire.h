@@ -99,10 +99,11 @@ using Frame = Buffer<uint8_t>;
 // CRC-32C, as frames carry it.
 uint32_t checksum(const uint8_t* bytes, size_t size);
 
-// Writes a request. Counts, sizes and checksums of `header` are filled in. With `residuals`, which must be for this
+// Writes a request. Counts, sizes and checksums of `header` are filled in. With `places`, push i's delta is the one
+// there, not the one at i. With `residuals`, which must be for this
 // codec and row format, what the codec rounds off is kept there and what was kept is sent.
 Frame encode_request(RequestHeader header, const PushView& push, const CheckView& check, const RowNames& fetch,
-                     Residuals* residuals = nullptr);
+                     const int64_t* places = nullptr, Residuals* residuals = nullptr);
 
 // A request that was checked as a whole, decoded.
 struct Request {

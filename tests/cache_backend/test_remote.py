@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import signal
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ from servers import Server, servers
 
 from cache_backend import LocalStore, RemoteStore, StoreError, TableSchema
 from cache_backend.store import Check, ExchangeReply, ExchangeRequest, Fetch, Push
+from cache_backend.stores import pieces
 
 DIM = 8
 
@@ -96,7 +98,11 @@ def proxy() -> Iterator[Proxy]:
         proxy.close()
 
 
-def test_a_push_whose_reply_was_lost_is_applied_once(proxy: Proxy) -> None:
+@pytest.mark.parametrize("piece_bytes", [512 << 10, 1 << 10])
+def test_a_push_whose_reply_was_lost_is_applied_once(
+    proxy: Proxy, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", piece_bytes)
     store = RemoteStore([proxy.address], timeout_s=5, retry_s=30)
     (table,) = store.open([schema()])
     keys = range(50)
@@ -173,12 +179,15 @@ def test_a_shard_that_lost_its_rows_is_found_out() -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("limit", [1 << 12, 64 << 20])
-def test_splitting_changes_nothing(shard_addresses: Callable, shards: int, limit: int) -> None:
+@pytest.mark.parametrize(("limit", "piece_bytes"), [(1 << 12, 512 << 10), (64 << 20, 512 << 10), (64 << 20, 1 << 12)])
+def test_splitting_changes_nothing(
+    shard_addresses: Callable, shards: int, limit: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", piece_bytes)
     addresses = list(shard_addresses(shards, "lamport"))
     store, local = RemoteStore(addresses, max_message_bytes=limit), LocalStore(exclusive=False)
     rng = np.random.default_rng(shards)
-    name = f"split-{limit}"
+    name = f"split-{limit}-{piece_bytes}"
     (table,), (local_table,) = store.open([schema(name)]), local.open([schema(name)])
     for step in range(1, 4):
         keys = rng.choice(5000, 1500, replace=False)
@@ -200,6 +209,49 @@ def test_splitting_changes_nothing(shard_addresses: Callable, shards: int, limit
         np.testing.assert_array_equal(theirs.stale_clocks[order], ours.stale_clocks)
         np.testing.assert_array_equal(theirs.lags, ours.lags)
         assert theirs.lags.sum() == 1200
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_rows_pushed_and_fetched_together_come_back_with_the_push(
+    shard_addresses: Callable, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", 1 << 12)
+    store = RemoteStore(list(shard_addresses(2, "lamport")), push_codec=codec)
+    (table,) = store.open([schema(f"both-{codec}")])
+    keys = np.random.default_rng(0).permutation(2000).tolist()
+    for step in range(1, 5):
+        assert rows(store.exchange(request(table, dict.fromkeys(keys, 1.0), keys[::-1]))) == [float(step)] * len(keys)
+
+
+@pytest.mark.parametrize("idle_s", [0.0, 0.3, 1.5])
+def test_a_store_that_was_idle_goes_on(shard_addresses: Callable, idle_s: float) -> None:
+    """Within its first quarter of a second a stream is used again, later another one; after a second it has ended."""
+    store = RemoteStore(list(shard_addresses(1, "lamport")), timeout_s=1.0, retry_s=0.0)
+    (table,) = store.open([schema(f"idle-{idle_s}")])
+    for step in range(1, 4):
+        assert rows(store.exchange(request(table, {1: 1.0}, [1]))) == [float(step)]
+        time.sleep(idle_s)
+
+
+def test_a_server_that_falls_silent_is_an_error_in_bounded_time() -> None:
+    server = Server()
+    address = server.address()
+    store = RemoteStore([address], timeout_s=1.0, retry_s=0.2)
+    (table,) = store.open([schema()])
+    assert rows(store.exchange(request(table, {1: 1.0}, [1]))) == [1.0]
+    repeated = request(table, dict.fromkeys(range(50_000), 1.0), range(50_000))  # many pieces
+    server.process.send_signal(signal.SIGSTOP)
+    start = time.monotonic()
+    try:
+        with pytest.raises(StoreError, match=r"did not answer for 0\.2 s"):
+            store.exchange(repeated)
+        assert time.monotonic() - start < 20  # a bound, not a measurement
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    store = RemoteStore([address])
+    store.open([schema()])
+    assert set(rows(store.exchange(request(table, fetch=[1])))) <= {1.0, 2.0}
+    server.stop()
 
 
 def test_requests_without_rows_for_some_or_all_shards(shard_addresses: Callable) -> None:

@@ -94,9 +94,10 @@ class NativeRank:
         """The server answers, and nobody hears it: the request will be sent again under its number."""
         request = next(a for a in self.ahead if not a.answered).plan.request
         self.store.exchange(request)
-        for part in request.prepared:
-            for piece in part.pieces:
-                piece.answer = None
+        request.prepared._reply = None
+        for pieces in request.prepared.of_shard:
+            for piece in pieces:
+                piece.answered = False
 
     def begin(self) -> None:
         first = self.ahead.pop(0)
