@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pyarrow as pa
 
+from cache_backend._table import keep_freed_memory
 from cache_backend.server.errors import StorageError
 from cache_backend.server.lifecycle import stop_on_signals, stop_with_parent
 from cache_backend.server.limits import Streams
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(options: Options) -> int:
+    keep_freed_memory()
     check_bind_rule(options)
     _check_port_is_free(options.host, options.port)
     stop = threading.Event()

@@ -4,6 +4,10 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
 #include <optional>
 #include <string>
 #include <utility>
@@ -306,6 +310,16 @@ void define_wire(nb::module_& m) {
         return hetrec::encoded_row_bytes(static_cast<hetrec::RowCodec>(codec), dim, state_dim);
       },
       nb::arg("codec"), nb::arg("dim"), nb::arg("state_dim"), "Bytes of one row as it travels.");
+  m.def(
+      "keep_freed_memory",
+      [] {
+#if defined(__GLIBC__)
+        mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the most there is
+        mallopt(M_TRIM_THRESHOLD, 256 << 20);
+#endif
+      },
+      "Let this process keep up to 256 MiB that it freed: a server fills and frees buffers of the same sizes all day, "
+      "and fresh pages cost more than what is written to them.");
   m.def(
       "checksum", [](Bytes bytes) { return hetrec::checksum(bytes.data(), bytes.shape(0)); }, nb::arg("bytes"),
       "The CRC-32C that frames carry.");
