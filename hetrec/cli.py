@@ -32,6 +32,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException, SI
 from cache_backend import AutoStore, CacheConfig, EmbeddingOptimizer, EmbeddingStore
 from hetrec.arguments import EXPERIMENT, GROUPS, SUBCOMMANDS, choices, expand
 from hetrec.callbacks import RunSummary
+from hetrec.ctr_task import CTRTask
 from hetrec.data import FeatureSpec
 from hetrec.errors import UserError, one_line, users_mistake
 from hetrec.parser import HetArgumentParser
@@ -44,7 +45,7 @@ from hetrec.ranks import (
     started_by_first_rank,
     tell_error,
 )
-from hetrec.task import CTRTask
+from hetrec.task import HetTask
 
 __all__ = ["HetCLI", "main"]
 
@@ -53,7 +54,7 @@ set_parsing_settings(subclasses_enabled=[FeatureSpec])
 
 
 class HetCLI(LightningCLI):
-    """LightningCLI for a :class:`~hetrec.task.CTRTask` and a data module with ``spec`` and ``has_test``."""
+    """LightningCLI for a :class:`~hetrec.task.HetTask` and a data module with ``spec`` and ``has_test``."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._folder: str | None = None
@@ -119,6 +120,8 @@ class HetCLI(LightningCLI):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]  # a connector of the trainer sets it
             if isinstance(callback, RunSummary):
                 callback.test_follows = self.subcommand == "fit" and self.datamodule.has_test
+            if isinstance(callback, ModelCheckpoint) and callback.monitor == CTRTask.monitor:  # the default
+                callback.monitor = self.model.monitor
 
     def _automatic(self, store: AutoStore) -> EmbeddingStore:
         ranks = self.trainer.world_size
@@ -183,7 +186,7 @@ def main(configs: Path, argv: Sequence[str] | None = None) -> int:
         args = expand(sys.argv[1:] if argv is None else argv, configs)
         defaults = {"default_config_files": [str(configs / "default.yaml")]}
         HetCLI(
-            model_class=CTRTask,
+            model_class=HetTask,
             datamodule_class=LightningDataModule,
             subclass_mode_model=True,
             subclass_mode_data=True,

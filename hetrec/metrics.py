@@ -1,4 +1,4 @@
-"""What a run measures: AUC and log loss over a whole evaluation, and the speed and traffic of training."""
+"""What a run measures: over a whole evaluation and all ranks, and the speed and traffic of training."""
 
 from __future__ import annotations
 
@@ -10,13 +10,24 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torchmetrics import MeanMetric
-from torchmetrics.classification import BinaryAUROC
+from torchmetrics import MeanMetric, SumMetric
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.utilities.data import dim_zero_cat
 
 from cache_backend.stats import LAG_BINS, CacheStats, lag_of_bin
 
-__all__ = ["AUROC", "EvaluationMetrics", "TrainingMeter"]
+__all__ = ["AUROC", "CTRMetrics", "Evaluation", "NodeMetrics", "TrainingMeter"]
+
+
+class Evaluation(nn.Module):
+    """Figures over a whole evaluation and all ranks: a module, so that they live where the model does."""
+
+    #: Why a figure may be NaN: "the rows" ...
+    why_undefined: str
+
+    def compute_and_reset(self) -> dict[str, float]:
+        """The figures, by name, of everything since the last reset (all ranks must call it together)."""
+        raise NotImplementedError
 
 
 class AUROC(BinaryAUROC):
@@ -40,8 +51,10 @@ class AUROC(BinaryAUROC):
         return super().compute()
 
 
-class EvaluationMetrics(nn.Module):
-    """AUC and log loss over a whole evaluation and all ranks."""
+class CTRMetrics(Evaluation):
+    """``auc`` and ``logloss``."""
+
+    why_undefined = "do not hold both labels, 0 and 1"
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,10 +70,37 @@ class EvaluationMetrics(nn.Module):
         self.logloss.update(binary_cross_entropy_with_logits(logits_B, labels_B).double(), labels_B.numel())
 
     def compute_and_reset(self) -> dict[str, float]:
-        """``auc`` and ``logloss`` of everything since the last reset (all ranks must call it together)."""
         figures = {"auc": float(self.auc.compute()), "logloss": float(self.logloss.compute())}
         self.auc.reset()
         self.logloss.reset()
+        return figures
+
+
+class NodeMetrics(Evaluation):
+    """``accuracy`` and ``macro_f1`` of classes; NaN where nothing was seen."""
+
+    why_undefined = "hold no labelled node"
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.macro_f1 = MulticlassF1Score(num_classes, average="macro")
+        self.seen = SumMetric()
+
+    def update(self, logits_SC: Tensor, labels_S: Tensor) -> None:
+        """Takes one batch; an empty one changes nothing."""
+        if labels_S.numel() == 0:
+            return
+        self.accuracy.update(logits_SC, labels_S)
+        self.macro_f1.update(logits_SC, labels_S)
+        self.seen.update(labels_S.numel())
+
+    def compute_and_reset(self) -> dict[str, float]:
+        seen = float(self.seen.compute()) > 0
+        found = {"accuracy": self.accuracy, "macro_f1": self.macro_f1}
+        figures = {name: float(metric.compute()) if seen else math.nan for name, metric in found.items()}
+        for metric in (*found.values(), self.seen):
+            metric.reset()
         return figures
 
 

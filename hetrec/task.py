@@ -1,4 +1,4 @@
-"""The Lightning task behind every click-through-rate model: loss, metrics, and the life of its embedding collection."""
+"""The Lightning task behind every model: the life of its embedding collection, from the store to the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim import Adagrad, Optimizer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cache_backend import CacheConfig, EmbeddingOptimizer, EmbeddingStore, LocalStore
 from hetrec.checkpoint_io import RESTORE_FROM, EmbeddingCheckpointIO
+from hetrec.collection import HetCollection
 from hetrec.data import Batch, FeatureSpec
-from hetrec.embedding_bag import HetEmbeddingBagCollection
-from hetrec.metrics import EvaluationMetrics, TrainingMeter
+from hetrec.metrics import Evaluation, TrainingMeter
 from hetrec.optimizers import add_embedding_group, apply_overrides, configured, embedding_group
-from hetrec.tables import embedding_tables
 
-__all__ = ["CTRTask"]
+__all__ = ["HetTask"]
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], Any]
@@ -35,8 +32,8 @@ SchedulerFactory = Callable[[Optimizer], Any]
 CONFIGURED = "configured_optimizer"  # in the .ckpt: what hetrec.optimizers.configured said
 
 
-class CTRTask(LightningModule):
-    """Base of the models; ``forward(dense, sparse) -> logits (B,)`` is all that they add.
+class HetTask(LightningModule):
+    """Base of the tasks, which add what a batch's loss is and what is measured in evaluation.
 
     The dense parameters train as in any Lightning program. The embedding rows live in ``self.embeddings``, backed by
     the store that ``connect`` names; they are stepped by the same optimizer (see ``hetrec.optimizers``), so schedules,
@@ -47,29 +44,23 @@ class CTRTask(LightningModule):
     the store), ``rows_fetched``, ``rows_pushed``, ``rows_evicted``, ``rows_refreshed`` (at their staleness bound),
     ``rows_overflowed`` (counts since the start of training), ``bytes_per_step`` (of one rank, both ways),
     ``staleness_p50``, ``staleness_p99`` (observed: see ``CacheStats.lags``; where several ranks share the store), and
-    ``val_auc``, ``val_logloss``, ``test_auc``, ``test_logloss`` over the whole epoch and all ranks.
+    the task's metrics over the whole epoch and all ranks, as ``val_...`` and ``test_...``.
 
     Args:
         spec: columns of the data.
-        embedding_dim: width of the embeddings, at least 1.
-        row_init: rows start uniform in [-row_init, row_init].
-        extra_columns: a row has so many columns beside the embedding.
-
-    Raises:
-        ValueError: a width or a range that is not positive.
+        embeddings: the collection of its sparse features' tables.
+        evaluation: makes what is measured in validation and in test.
     """
 
-    def __init__(self, spec: FeatureSpec, embedding_dim: int, row_init: float, extra_columns: int = 0) -> None:
+    #: The validation metric that the best checkpoint is chosen by; more is better.
+    monitor: str
+
+    def __init__(self, spec: FeatureSpec, embeddings: HetCollection, evaluation: Callable[[], Evaluation]) -> None:
         super().__init__()
-        if embedding_dim < 1:
-            raise ValueError(f"embedding_dim is {embedding_dim}; give a width of at least 1")
         self.spec = spec
-        self.row_width = embedding_dim + extra_columns
-        self.embeddings = HetEmbeddingBagCollection(
-            embedding_tables(spec, self.row_width, row_init), is_weighted=spec.is_weighted
-        )
-        self.val_metrics = EvaluationMetrics()
-        self.test_metrics = EvaluationMetrics()
+        self.embeddings = embeddings
+        self.val_metrics = evaluation()
+        self.test_metrics = evaluation()
         self.training_figures: dict[str, float] = {}  # of the last fit, once it has ended
         self.training_lags: list[int] = []  # of the last fit, over all ranks: see CacheStats.lags
         self._meter: TrainingMeter | None = None
@@ -80,6 +71,16 @@ class CTRTask(LightningModule):
         self._rows_overflow = torch.tensor(False)
         self.connect()
         self.optimize_with(partial(Adagrad, lr=0.02))  # unlike a lambda, it can be sent to other processes
+
+    # What a task adds.
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The batch's training loss, a scalar; of an empty batch one whose gradients are zero."""
+        raise NotImplementedError
+
+    def evaluate(self, batch: Batch, metrics: Any) -> None:
+        """Measure a batch: update what ``evaluation`` made."""
+        raise NotImplementedError
 
     # What to train with: called before the trainer runs.
 
@@ -167,13 +168,13 @@ class CTRTask(LightningModule):
         # identity of its KeyedJaggedTensor.
         return replace(batch, dense_features=batch.dense_features.to(device), labels=batch.labels.to(device))
 
-    def lookup(self, sparse: KeyedJaggedTensor) -> Tensor:
-        """Pooled rows, float32, (B, sparse features, row width); features in the order of the tables that hold them."""
-        pooled_BX = self.embeddings(sparse).values().to(self.device)
+    def on_device(self, rows: Tensor) -> Tensor:
+        """Looked-up rows, where the dense parameters are; what a gradient scaler does to parameters is done to them."""
+        rows = rows.to(self.device)
         scaler = self._gradient_scaler()
-        if scaler is not None and pooled_BX.requires_grad:
-            pooled_BX.register_hook(partial(self._unscale_rows, scaler.get_scale()))
-        return pooled_BX.unflatten(1, (len(self.spec.sparse), self.row_width))
+        if scaler is not None and rows.requires_grad:
+            rows.register_hook(partial(self._unscale_rows, scaler.get_scale()))
+        return rows
 
     def _unscale_rows(self, scale: float, gradient: Tensor) -> Tensor:
         """The scaler unscales and judges the gradients of parameters; those of rows leave autograd here."""
@@ -228,9 +229,7 @@ class CTRTask(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.embeddings.begin(batch.sparse_features, batch.upcoming)
-        logits_B = self(batch.dense_features, batch.sparse_features)
-        # A rank may get no row in its last step. The mean of none is NaN; its gradient must be zero.
-        loss = binary_cross_entropy_with_logits(logits_B, batch.labels) if batch.batch_size else logits_B.sum()
+        loss = self.loss(batch)
         self.log("train_loss", loss, prog_bar=True, batch_size=batch.batch_size)
         return loss
 
@@ -280,7 +279,7 @@ class CTRTask(LightningModule):
             self._meter.resume()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.val_metrics.update(self(batch.dense_features, batch.sparse_features), batch.labels)
+        self.evaluate(batch, self.val_metrics)
 
     def on_validation_epoch_end(self) -> None:
         self._log_evaluation("val", self.val_metrics)
@@ -289,7 +288,7 @@ class CTRTask(LightningModule):
         self._flush_all_ranks()
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.test_metrics.update(self(batch.dense_features, batch.sparse_features), batch.labels)
+        self.evaluate(batch, self.test_metrics)
 
     def on_test_epoch_end(self) -> None:
         self._log_evaluation("test", self.test_metrics)
@@ -297,17 +296,12 @@ class CTRTask(LightningModule):
     def on_predict_start(self) -> None:
         self._flush_all_ranks()
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Click probabilities, float32, (B,)."""
-        return torch.sigmoid(self(batch.dense_features, batch.sparse_features))
-
-    def _log_evaluation(self, stage: str, metrics: EvaluationMetrics) -> None:
-        figures = metrics.compute_and_reset()
-        if math.isnan(figures["auc"]) and not self.trainer.sanity_checking:
-            rank_zero_warn(f"{stage}_auc is undefined (nan): the {stage} rows do not hold both labels, 0 and 1")
+    def _log_evaluation(self, stage: str, metrics: Evaluation) -> None:
         # Already over all ranks: averaging equal figures changes nothing, and tells Lightning so.
-        self.log(f"{stage}_auc", figures["auc"], prog_bar=True, sync_dist=True)
-        self.log(f"{stage}_logloss", figures["logloss"], sync_dist=True)
+        for name, value in metrics.compute_and_reset().items():
+            if math.isnan(value) and f"val_{name}" == self.monitor and not self.trainer.sanity_checking:
+                rank_zero_warn(f"{stage}_{name} is undefined (nan): the {stage} rows {metrics.why_undefined}")
+            self.log(f"{stage}_{name}", value, prog_bar=f"val_{name}" == self.monitor, sync_dist=True)
 
     # Checkpoints: see hetrec.checkpoint_io.
 
@@ -335,6 +329,6 @@ class _FlushWhenInterrupted(Callback):
     """Ctrl-C and SIGTERM are clean ends too: what the cache holds back reaches the store."""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        assert isinstance(pl_module, CTRTask)
+        assert isinstance(pl_module, HetTask)
         if isinstance(exception, (KeyboardInterrupt, SIGTERMException)) and pl_module.embeddings.is_open:
             pl_module.embeddings.close()

@@ -14,8 +14,8 @@ from torchrec.modules.crossnet import CrossNet, VectorCrossNet
 from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hetrec.ctr_task import CTRTask
 from hetrec.data import FeatureSpec
-from hetrec.task import CTRTask
 
 __all__ = ["DCN"]
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hetrec.ctr_task import CTRTask
 from hetrec.data import FeatureSpec
-from hetrec.task import CTRTask
 
 __all__ = ["WDL"]
 

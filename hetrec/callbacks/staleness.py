@@ -11,7 +11,7 @@ from pytorch_lightning.utilities import rank_zero_only
 
 from cache_backend.stats import LAG_BINS, lag_of_bin
 from hetrec.callbacks.summary import run_folder
-from hetrec.task import CTRTask
+from hetrec.task import HetTask
 
 __all__ = ["ObservedStaleness", "staleness_figure"]
 
@@ -23,7 +23,7 @@ class ObservedStaleness(Callback):
     """
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, CTRTask)
+        assert isinstance(pl_module, HetTask)
         folder = run_folder(trainer)
         if any(pl_module.training_lags):
             self._draw(trainer, folder, staleness_figure(pl_module.training_lags, pl_module.staleness))

@@ -11,11 +11,11 @@ from pytorch_lightning.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
-from hetrec.task import CTRTask
+from hetrec.task import HetTask
 
 __all__ = ["RunSummary", "run_folder"]
 
-METRICS = ("val_auc", "val_logloss", "test_auc", "test_logloss")
+METRICS = ("val_", "test_")  # what the metrics of evaluations begin with
 
 
 def _is_count(name: str) -> bool:
@@ -30,9 +30,9 @@ def run_folder(trainer: Trainer) -> Path:
 class RunSummary(Callback):
     """Prints and writes the figures at the end of fit and of test.
 
-    A test that follows a fit adds its figures to those of the fit. ``summary.json`` has the keys ``val_auc``,
-    ``val_logloss``, ``test_auc``, ``test_logloss``, ``epochs``, ``steps`` and the training figures that ``CTRTask``
-    logs, as far as the run measured them; a figure that is undefined (an AUC of one class) is null.
+    A test that follows a fit adds its figures to those of the fit. ``summary.json`` has the evaluations' metrics
+    (``val_auc``, ...), ``epochs``, ``steps`` and the training figures that ``HetTask`` logs, as far as the run measured
+    them; a figure that is undefined (an AUC of one class) is null.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class RunSummary(Callback):
         self._figures: dict[str, float] = {}
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, CTRTask)
+        assert isinstance(pl_module, HetTask)
         progress = {"epochs": float(trainer.current_epoch), "steps": float(trainer.global_step)}
         self._figures = self._metrics(trainer) | pl_module.training_figures | progress
         self._write(run_folder(trainer))
@@ -57,7 +57,7 @@ class RunSummary(Callback):
 
     @staticmethod
     def _metrics(trainer: Trainer) -> dict[str, float]:
-        return {name: float(trainer.callback_metrics[name]) for name in METRICS if name in trainer.callback_metrics}
+        return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(METRICS)}
 
     @rank_zero_only
     def _write(self, folder: Path) -> None:

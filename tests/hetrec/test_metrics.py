@@ -10,7 +10,7 @@ import torch
 from sklearn.metrics import log_loss, roc_auc_score
 
 from cache_backend import CacheStats
-from hetrec.metrics import EvaluationMetrics, TrainingMeter
+from hetrec.metrics import CTRMetrics, NodeMetrics, TrainingMeter
 
 
 def test_whole_epoch_not_the_mean_of_batches() -> None:
@@ -18,7 +18,7 @@ def test_whole_epoch_not_the_mean_of_batches() -> None:
     logits = torch.randn(1000, generator=generator)
     labels = (torch.rand(1000, generator=generator) < torch.sigmoid(logits)).float()
     order = labels.argsort()  # batches of one class, and one of both
-    metrics = EvaluationMetrics()
+    metrics = CTRMetrics()
     for rows in order.split(300):
         metrics.update(logits[rows], labels[rows])
     figures = metrics.compute_and_reset()
@@ -28,14 +28,14 @@ def test_whole_epoch_not_the_mean_of_batches() -> None:
 
 
 def test_ties_count_half() -> None:
-    metrics = EvaluationMetrics()
+    metrics = CTRMetrics()
     metrics.update(torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 1.0, 1.0]))
     assert metrics.compute_and_reset()["auc"] == pytest.approx((0.5 + 0.5 + 1) / 3)
 
 
 @pytest.mark.parametrize("label", [0.0, 1.0])
 def test_one_class_has_no_auc_but_a_log_loss(label: float) -> None:
-    metrics = EvaluationMetrics()
+    metrics = CTRMetrics()
     metrics.update(torch.tensor([0.0, 0.0]), torch.full((2,), label))
     figures = metrics.compute_and_reset()
     assert math.isnan(figures["auc"])
@@ -43,7 +43,7 @@ def test_one_class_has_no_auc_but_a_log_loss(label: float) -> None:
 
 
 def test_empty_batches_change_nothing_and_a_reset_forgets() -> None:
-    metrics = EvaluationMetrics()
+    metrics = CTRMetrics()
     metrics.update(torch.tensor([9.0, 9.0]), torch.tensor([0.0, 1.0]))
     metrics.compute_and_reset()
     metrics.update(torch.tensor([-1.0, 1.0]), torch.tensor([0.0, 1.0]))
@@ -51,8 +51,22 @@ def test_empty_batches_change_nothing_and_a_reset_forgets() -> None:
     assert metrics.compute_and_reset() == {"auc": 1.0, "logloss": pytest.approx(math.log(1 + math.exp(-1)))}
 
 
+def test_node_metrics_agree_with_sklearn() -> None:
+    rng = np.random.default_rng(0)
+    logits, labels = rng.normal(size=(300, 4)), rng.integers(0, 4, 300)
+    labels[labels == 3] = 1  # a class that never occurs
+    metrics = NodeMetrics(4)
+    for part in np.array_split(np.arange(300), 7):
+        metrics.update(torch.tensor(logits[part]), torch.tensor(labels[part]))
+    metrics.update(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))
+    found, predicted = metrics.compute_and_reset(), logits.argmax(1)
+    assert found["accuracy"] == pytest.approx(accuracy_score(labels, predicted))
+    assert found["macro_f1"] == pytest.approx(f1_score(labels, predicted, average="macro", zero_division=0))
+    assert all(math.isnan(value) for value in metrics.compute_and_reset().values())
+
+
 def test_a_loss_that_is_not_a_number_shows() -> None:
-    metrics = EvaluationMetrics()
+    metrics = CTRMetrics()
     metrics.update(torch.tensor([math.nan, 1.0]), torch.tensor([0.0, 1.0]))
     assert math.isnan(metrics.compute_and_reset()["logloss"])
 
@@ -114,7 +128,7 @@ def test_auc_of_many_random_samples_agrees_with_sklearn() -> None:
     for size in (2, 10, 333):
         probabilities = rng.integers(0, 20, size) / 20  # many ties
         labels = np.arange(size) % 2
-        metrics = EvaluationMetrics()
+        metrics = CTRMetrics()
         metrics.update(torch.logit(torch.tensor(probabilities), eps=1e-3), torch.tensor(labels, dtype=torch.float64))
         clipped = np.clip(probabilities, 1e-3, 1 - 1e-3)
         assert metrics.compute_and_reset()["auc"] == pytest.approx(roc_auc_score(labels, clipped), abs=1e-6)

@@ -6,7 +6,7 @@ import pytest
 from torchrec.modules.embedding_configs import PoolingType
 
 from hetrec.data import FeatureSpec, SparseFeature, TableSpec
-from hetrec.tables import embedding_tables
+from hetrec.tables import embedding_bag_tables
 
 
 def test_tables_follow_the_spec() -> None:
@@ -16,7 +16,7 @@ def test_tables_follow_the_spec() -> None:
         tables=(TableSpec("tag", pooling="mean"), TableSpec("unread", 7), TableSpec("city", num_embeddings=100)),
         label="y",
     )
-    tag, city = embedding_tables(spec, width=8, row_init=0.5)
+    tag, city = embedding_bag_tables(spec, width=8, row_init=0.5)
     assert (tag.name, tag.num_embeddings, tag.pooling, tag.feature_names) == ("tag", 0, PoolingType.MEAN, ["tags"])
     assert (city.name, city.num_embeddings, city.pooling) == ("city", 100, PoolingType.SUM)
     assert city.feature_names == ["home", "work"]
@@ -29,4 +29,4 @@ def test_tables_follow_the_spec() -> None:
 def test_impossible_widths_and_ranges_are_refused(dim: int, row_init: float, message: str) -> None:
     spec = FeatureSpec((), (SparseFeature("a", "a"),), (TableSpec("a"),), "y")
     with pytest.raises(ValueError, match=message):
-        embedding_tables(spec, dim, row_init)
+        embedding_bag_tables(spec, dim, row_init)

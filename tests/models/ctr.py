@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hetrec.ctr_task import CTRTask
 from hetrec.data import Batch, FeatureSpec, SparseFeature, TableSpec
 from hetrec.lookahead import LookaheadLoader
-from hetrec.task import CTRTask
 from tests.models.plain import PlainModel
 
 KEYS = 50

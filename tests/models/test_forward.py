@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from cache_backend import CacheConfig, EmbeddingOptimizer, LocalStore
+from hetrec.ctr_task import CTRTask
 from hetrec.data import FeatureSpec
-from hetrec.task import CTRTask
 from models.dcn import DCN
 from models.deepfm import DeepFM, pairwise_interactions
 from models.wdl import WDL

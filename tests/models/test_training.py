@@ -20,8 +20,8 @@ from torch.optim import SGD, Adagrad, Optimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cache_backend import CacheConfig, EmbeddingOptimizer, LocalStore
+from hetrec.ctr_task import CTRTask
 from hetrec.data import Batch, FeatureSpec, SparseFeature, TableSpec
-from hetrec.task import CTRTask
 from models.dcn import DCN
 from models.deepfm import DeepFM
 from models.wdl import WDL

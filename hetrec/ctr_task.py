@@ -1,0 +1,58 @@
+"""The task of click-through-rate models: a logit a row, judged by AUC and log loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hetrec.data import Batch, FeatureSpec
+from hetrec.embedding_bag import HetEmbeddingBagCollection
+from hetrec.metrics import CTRMetrics
+from hetrec.tables import embedding_bag_tables
+from hetrec.task import HetTask
+
+__all__ = ["CTRTask"]
+
+
+class CTRTask(HetTask):
+    """Base of the click models (see ``HetTask``); ``forward(dense, sparse) -> logits (B,)`` is all that they add.
+
+    Logs ``val_auc``, ``val_logloss``, ``test_auc``, ``test_logloss``; predicts click probabilities.
+
+    Args:
+        spec: columns of the data.
+        embedding_dim: width of the embeddings, at least 1.
+        row_init: rows start uniform in [-row_init, row_init].
+        extra_columns: a row has so many columns beside the embedding.
+
+    Raises:
+        ValueError: a width or a range that is not positive.
+    """
+
+    monitor = "val_auc"
+
+    def __init__(self, spec: FeatureSpec, embedding_dim: int, row_init: float, extra_columns: int = 0) -> None:
+        if embedding_dim < 1:
+            raise ValueError(f"embedding_dim is {embedding_dim}; give a width of at least 1")
+        self.row_width = embedding_dim + extra_columns
+        tables = embedding_bag_tables(spec, self.row_width, row_init)
+        super().__init__(spec, HetEmbeddingBagCollection(tables, is_weighted=spec.is_weighted), CTRMetrics)
+
+    def lookup(self, sparse: KeyedJaggedTensor) -> Tensor:
+        """Pooled rows, float32, (B, sparse features, row width); features in the order of the tables that hold them."""
+        pooled_BX = self.on_device(self.embeddings(sparse).values())
+        return pooled_BX.unflatten(1, (len(self.spec.sparse), self.row_width))
+
+    def loss(self, batch: Batch) -> Tensor:
+        logits_B = self(batch.dense_features, batch.sparse_features)
+        # A rank may get no row in its last step. The mean of none is NaN; its gradient must be zero.
+        return binary_cross_entropy_with_logits(logits_B, batch.labels) if batch.batch_size else logits_B.sum()
+
+    def evaluate(self, batch: Batch, metrics: CTRMetrics) -> None:
+        metrics.update(self(batch.dense_features, batch.sparse_features), batch.labels)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Click probabilities, float32, (B,)."""
+        return torch.sigmoid(self(batch.dense_features, batch.sparse_features))
