@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import log_loss, roc_auc_score
+from sklearn.metrics import accuracy_score, f1_score, log_loss, roc_auc_score
 
 from cache_backend import CacheStats
 from hetrec.metrics import CTRMetrics, NodeMetrics, TrainingMeter
