@@ -75,9 +75,10 @@ class Unreliable:
         fails, self.fails = self.fails, None
         if fails == "after":
             self._store.exchange(request)
-            for part in request.prepared:
-                for piece in part.pieces:
-                    piece.answer = None  # the reply was lost; the same request will come again under its number
+            request.prepared._reply = None
+            for pieces in request.prepared.of_shard:
+                for piece in pieces:
+                    piece.answered = False  # the reply was lost; the same request will come again under its number
         raise StoreError(f"unreachable, {fails} the request was applied")
 
 
