@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cache_backend import ops
 from cache_backend.config import POLICIES, EmbeddingOptimizer
+from cache_backend.interrupts import uninterrupted
 from cache_backend.memory import zeros
 from cache_backend.stats import CacheStats
 from cache_backend.store import Check, EmbeddingStore, ExchangeReply, ExchangeRequest, Fetch, Push
@@ -295,11 +296,12 @@ class Cache:
         self.finish_unanswered()
         if not slots.numel():
             return
-        _, *push = ops.cache_cut(self.meta, self.rows, slots)
-        fetch = Fetch(self.meta.view(torch.int32)[slots, _TABLE].numpy(), self.meta[slots, 0].numpy())
-        request = ExchangeRequest(self.dim, self.state_dim, _push_arrays(push), Check(), fetch)
+        with uninterrupted():
+            _, *push = ops.cache_cut(self.meta, self.rows, slots)
+            fetch = Fetch(self.meta.view(torch.int32)[slots, _TABLE].numpy(), self.meta[slots, 0].numpy())
+            request = ExchangeRequest(self.dim, self.state_dim, _push_arrays(push), Check(), fetch)
+            self._unanswered = slots, request
         self._count_request(request)
-        self._unanswered = slots, request
         self.finish_unanswered()
 
     def finish_unanswered(self) -> None:

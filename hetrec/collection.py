@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from cache_backend import ops
 from cache_backend.cache import WINDOW, Cache, CachePlan, UniqueRows
 from cache_backend.config import CacheConfig, EmbeddingOptimizer
+from cache_backend.interrupts import uninterrupted
 from cache_backend.stats import CacheStats
 from cache_backend.store import EmbeddingStore, ExchangeReply, TableSchema
 from hetrec.exchanges import Exchanges, Replies
@@ -311,12 +312,13 @@ class HetCollection(nn.Module):
         for group in self._groups:
             group.cache.finish_unanswered()
         inputs = self._in_view.popleft() if self._in_view else self._inputs(features)
-        groups = [
-            _GroupPlan(group.cache.plan(rows), bags)
-            for group, (rows, bags) in zip(self._groups, inputs.groups, strict=True)
-        ]
-        plan = _BatchPlan(features, groups)
-        self._send(plan)
+        with uninterrupted():  # until what was cut is on its way
+            groups = [
+                _GroupPlan(group.cache.plan(rows), bags)
+                for group, (rows, bags) in zip(self._groups, inputs.groups, strict=True)
+            ]
+            plan = _BatchPlan(features, groups)
+            self._send(plan)
         return plan
 
     def _send(self, plan: _BatchPlan) -> None:

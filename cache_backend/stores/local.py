@@ -9,6 +9,7 @@ import numpy as np
 
 from cache_backend._table import EmbeddingTable
 from cache_backend.groups import Format, declare, new_groups
+from cache_backend.interrupts import uninterrupted
 from cache_backend.snapshot import read_snapshot, write_snapshot
 from cache_backend.store import ExchangeReply, ExchangeRequest, Fetch, StoreStats, TableSchema
 
@@ -51,8 +52,10 @@ class LocalStore:
     def exchange(self, request: ExchangeRequest) -> ExchangeReply:
         table = self._group(request.dim, request.state_dim)
         push, check, fetch = request.push, request.check, request.fetch
-        if len(push.keys):
-            table.push(push.tables, push.keys, push.starts, push.clocks, push.deltas, self._clock)
+        if request.prepared is None:
+            with uninterrupted():  # a request given again, after Ctrl-C say, is answered and not applied again
+                table.push(push.tables, push.keys, push.starts, push.clocks, push.deltas, self._clock)
+                request.prepared = True
         stale, lags = table.stale(check.tables, check.keys, check.clocks, check.staleness)
         stale_rows, stale_clocks, _ = _fetch(table, Fetch(check.tables[stale], check.keys[stale]))
         rows, clocks, fresh = _fetch(table, fetch)

@@ -58,7 +58,7 @@ def table(name: str, prefix: str) -> EmbeddingBagConfig:
 
 
 class Unreliable:
-    """A store whose next exchange can be made to fail before it was applied, or, over a network, after it."""
+    """A store one of whose next exchanges can be made to fail, before it was applied or after it."""
 
     def __init__(self, store: EmbeddingStore) -> None:
         self._store = store
@@ -75,10 +75,10 @@ class Unreliable:
         fails, self.fails = self.fails, None
         if fails == "after":
             self._store.exchange(request)
-            request.prepared._reply = None
-            for pieces in request.prepared.of_shard:
-                for piece in pieces:
-                    piece.answered = False  # the reply was lost; the same request will come again under its number
+            if isinstance(self._store, RemoteStore):  # a reply that got lost: the request comes again under its number
+                request.prepared._reply = None
+                for piece in (piece for pieces in request.prepared.of_shard for piece in pieces):
+                    piece.answered = False
         raise StoreError(f"unreachable, {fails} the request was applied")
 
 
@@ -182,8 +182,7 @@ class History(RuleBasedStateMachine):
     @rule(when=st.sampled_from(["before", "after"]), after_exchanges=st.integers(0, 4))
     def fail(self, when: str, after_exchanges: int) -> None:
         """An exchange to come fails."""
-        local = isinstance(self.store._store, LocalStore)  # which answers within the call
-        self.store.fails, self.store.after_exchanges = "before" if local else when, after_exchanges
+        self.store.fails, self.store.after_exchanges = when, after_exchanges
 
     @rule()
     def evaluate(self) -> None:

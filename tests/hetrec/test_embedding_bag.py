@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import signal
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from bags import PlainBags, batch, opened, random_batch, stored_rows, table
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 
-from cache_backend import CacheConfig, EmbeddingOptimizer, ExchangeReply, ExchangeRequest, LocalStore
+from cache_backend import CacheConfig, EmbeddingOptimizer, ExchangeReply, ExchangeRequest, LocalStore, ops
 from cache_backend.cache import UniqueRows
 from cache_backend.config import POLICIES
 from hetrec import HetEmbeddingBagCollection
@@ -619,6 +620,36 @@ def test_what_the_store_has_answered_is_not_sent_again() -> None:
     collection.flush()
     for config, rows in zip(tables, before, strict=True):
         assert (stored_rows(collection, config) - rows)[1].tolist() == pytest.approx([-3.0] * config.embedding_dim)
+
+
+@pytest.mark.parametrize("op", ["cache_plan", "cache_cut"])
+def test_ctrl_c_while_deltas_leave_the_cache_loses_none(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python raises KeyboardInterrupt as the op returns, with what it cut in nobody's hands."""
+    store = LocalStore()
+    collection = opened([table("t", ["x"])], cache=CacheConfig(staleness=0), store=store)
+    before = stored_rows(collection, collection.embedding_bag_configs()[0])
+    features = batch(["x"], [[1], [2]])
+    cut = getattr(ops, op)
+
+    def cut_and_ctrl_c(*args: object) -> object:
+        result = cut(*args)
+        if interrupt:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(ops, op, cut_and_ctrl_c)
+    interrupt = False
+    for _ in range(2):
+        collection(features).values().sum().backward()
+        collection.step(lr=1.0)
+    interrupt = True
+    with pytest.raises(KeyboardInterrupt):
+        {"cache_plan": lambda: collection.begin(features), "cache_cut": collection.flush}[op]()
+    interrupt = False
+    collection.close()  # as a run that ends does
+    collection.open(store, CacheConfig(), EmbeddingOptimizer("sgd"))
+    moved = stored_rows(collection, collection.embedding_bag_configs()[0]) - before
+    assert moved[:, 0].tolist() == pytest.approx([0, -2, -2] + [0] * 57)
 
 
 def test_a_bound_for_a_single_table() -> None:
