@@ -102,7 +102,7 @@ def assert_same_training(one: Path, other: Path) -> None:
         (["model.mlp_sizes=[a]"], "model.mlp_sizes: expected"),
         (["cache.rows=x"], "cache.rows: expected int or null, got x"),
         (["cache.policy=random"], "cache.policy: expected one of lru"),
-        (["embedding.name=adam"], "embedding.name: expected one of sgd, adagrad, rowwise_adagrad, got adam"),
+        (["embedding.name=adamw"], "embedding.name: expected one of sgd, adagrad, rowwise_adagrad, adam, got adamw"),
         (["trainer.max_epochs=x"], "trainer.max_epochs: expected int or null, got x"),
         (["optimizer=Adm"], "optimizer: module 'torch.optim' has no attribute 'Adm'"),
         (["optimizer=Adam", "optimizer.lr=x"], "optimizer.lr: expected float or Tensor, got x"),
