@@ -5,9 +5,9 @@
 2. Bytes a second of these exchanges over loopback, beside what iperf3 reaches in the same run.
 3. Latency of a small exchange (16 rows pushed and 16 fetched, D=16) with 1, 4 and 16 clients at once.
 4. The key stream (``keystream.py``) through a cache of 100,000 rows at s=100, one worker and one server, SGD: ms and MB
-   a batch, beside the original HET client and ps-lite on the same stream. `inline`: each batch's exchange is waited
-   for; `ahead`: it runs while the batch before is looked up and updated. Over links of two hosts (``netlab.py``),
-   without a limit and at 1 Gbit/s; that part needs root.
+   a batch, beside the original HET client (its best policy) and ps-lite on the same stream. A batch's exchange runs
+   while the batch before is looked up and updated; policy `lookahead` knows 16 coming batches, `tiny_lfu` none. Over
+   links of two hosts (``netlab.py``), without a limit and at 1 Gbit/s; that part needs root.
 
     sudo .venv/bin/python benchmarks/store.py [--json FILE] [--quick] [--parts table loopback latency stream]
 """
@@ -45,6 +45,8 @@ DIMS = (16, 128)
 CODECS: tuple[RowCodec, ...] = ("fp32", "fp16")
 # How rows travel on the key stream: (pushed, fetched).
 WIRES = {"fp32": ("fp32", "fp32"), "fp16": ("fp16", "fp16"), "int8 out, fp16 in": ("int8", "fp16")}
+# Cache policies on the key stream, and how many coming batches are known.
+POLICIES = {"lookahead": 16, "tiny_lfu": 1}
 LINKS = {"plain": None, "1 Gbit/s": "1gbit"}
 CLIENTS = (1, 4, 16)
 SMALL = 16  # rows of a small exchange
@@ -296,6 +298,7 @@ def stream(sizes: Sizes) -> dict[str, Any]:
     settings = {
         "dims": DIMS,
         "wires": WIRES,
+        "policies": POLICIES,
         "rows": sizes.rows,
         "cache_rows": sizes.cache_rows,
         "samples": sizes.samples,
@@ -311,14 +314,14 @@ def stream(sizes: Sizes) -> dict[str, Any]:
                 lab = stack.enter_context(Netlab(2, rate))
                 server = stack.enter_context(parameter_server(f"grpc://{lab.address(0)}:0", partial(lab.popen, 0)))
                 workers[link] = start_stream(lab, {**settings, "address": server.address, "pid": server.pid}, stack)
-            turns = len(DIMS) * len(WIRES) * 2 * (sizes.stream_rounds + 1)
+            turns = len(DIMS) * len(WIRES) * len(POLICIES) * (sizes.stream_rounds + 1)
             task = progress.add_task("key stream", total=turns * len(LINKS))
             for _ in range(turns):
                 for link, worker in workers.items():
                     said = worker("go")
                     progress.update(task, advance=1)
                     if said["figures"] is not None:
-                        key = (said["dim"], link, said["wire"], said["way"])
+                        key = (said["dim"], link, said["wire"], said["policy"])
                         found.setdefault(key, []).append(said["figures"])
     except NetlabError as error:
         print(f"the key stream is left out: {error}", file=sys.stderr)
@@ -329,30 +332,31 @@ def stream(sizes: Sizes) -> dict[str, Any]:
             column = list(LINKS).index(link) + (2 if dim == 128 else 0)
             het, het_mb = PEERS["HET's cache, s=100"][column], PEERS["HET's cache, s=100"][4 if dim == 16 else 5]
             for wire in WIRES:
-                both = {way: found[dim, link, wire, way] for way in ("inline", "ahead")}
-                ms = {way: median(f["ms"] for f in figures) for way, figures in both.items()}
-                mb = median(f["MB"] for f in both["ahead"])
-                rows.append(
-                    {
-                        "D": dim,
-                        "link": link,
-                        "client": f"hetrec, {wire}",
-                        "ms inline": ms["inline"],
-                        "ms ahead": ms["ahead"],
-                        "MB": mb,
-                        "time / HET's": ms["ahead"] / het,
-                        "bytes / HET's": mb / het_mb,
-                        "client cpu": median(f["client_cpu_ms"] for f in both["ahead"]),
-                        "server cpu": median(f["server_cpu_ms"] for f in both["ahead"]),
-                        "hit rate": median(f["hit_rate"] for f in both["ahead"]),
+                for policy in POLICIES:
+                    figures = {
+                        name: median(f[name] for f in found[dim, link, wire, policy])
+                        for name in ("ms", "MB", "client_cpu_ms", "server_cpu_ms", "hit_rate")
                     }
-                )
-            for name, figures in PEERS.items():
-                mb = figures[4 if dim == 16 else 5]
-                peer = {"ms inline": float(figures[column]), "ms ahead": None, "MB": mb}
-                ratios = {"time / HET's": figures[column] / het, "bytes / HET's": mb / het_mb}
-                own = {"client cpu": None, "server cpu": None, "hit rate": None}
-                rows.append({"D": dim, "link": link, "client": name, **peer, **ratios, **own})
+                    rows.append(
+                        {
+                            "D": dim,
+                            "link": link,
+                            "client": f"hetrec, {wire}",
+                            "policy": policy,
+                            "ms": figures["ms"],
+                            "MB": figures["MB"],
+                            "time / HET's": figures["ms"] / het,
+                            "bytes / HET's": figures["MB"] / het_mb,
+                            "client cpu": figures["client_cpu_ms"],
+                            "server cpu": figures["server_cpu_ms"],
+                            "hit rate": figures["hit_rate"],
+                        }
+                    )
+            for name, peer in PEERS.items():
+                mb = peer[4 if dim == 16 else 5]
+                own = {"D": dim, "link": link, "client": name, "policy": "-", "ms": float(peer[column]), "MB": mb}
+                ratios = {"time / HET's": peer[column] / het, "bytes / HET's": mb / het_mb}
+                rows.append({**own, **ratios, "client cpu": None, "server cpu": None, "hit rate": None})
     return {f"The key stream, cache of {sizes.cache_rows:,} rows, s=100, SGD; ms and MB a batch": rows}
 
 

@@ -22,12 +22,13 @@ FEATURES = [f"f{i}" for i in range(keystream.FEATURES)]
 
 
 class Stream:
-    """One width and way of rows over the wire: the whole embedding work of a batch, with gradients from outside."""
+    """One width, way of rows over the wire and policy: the whole embedding work of a batch, gradients from outside."""
 
-    def __init__(self, settings: dict[str, Any], dim: int, wire: str) -> None:
+    def __init__(self, settings: dict[str, Any], dim: int, wire: str, policy: str) -> None:
         self._settings = settings
+        self._known = settings["policies"][policy]
         config = EmbeddingBagConfig(
-            name=f"stream{dim}-{wire}",
+            name=f"stream{dim}-{wire}-{policy}",
             embedding_dim=dim,
             num_embeddings=settings["rows"],
             feature_names=FEATURES,
@@ -36,24 +37,26 @@ class Stream:
         )
         self._rows = HetEmbeddingBagCollection([config])
         store = RemoteStore([settings["address"]], *settings["wires"][wire])
-        cache = CacheConfig(rows=settings["cache_rows"], staleness=100)
+        cache = CacheConfig(rows=settings["cache_rows"], staleness=100, policy=policy)
         self._rows.open(store, cache, EmbeddingOptimizer("sgd", lr=0.01))
         schema = store.schemas()[-1]
         filler = RemoteStore([settings["address"]], push_codec="int8")  # zeros lose nothing
         fill(filler, schema, len(store.schemas()) - 1, settings["rows"])
         filler.close()
         self._grad = torch.from_numpy(keystream.gradients(dim)[: settings["samples"]])
-        self._next = 0
+        self._coming = [self._batch(i) for i in range(self._known)]
+        self._next = self._known
 
-    def turn(self, ahead: bool, count: int) -> dict[str, float]:
+    def turn(self, count: int) -> dict[str, float]:
         """Run ``count`` batches after one that is not counted; figures a batch."""
-        first, self._next = self._next, self._next + count + 1
-        batches = [self._batch(i) for i in range(first, first + count + 2)]
+        # The very objects that were announced in the last turn come in this one.
+        batches = self._coming + [self._batch(self._next + i) for i in range(count + 1)]
+        self._next += count + 1
+        self._coming = batches[count + 1 :]
         for i in range(count + 1):
             if i == 1:
                 before = self._counters()
-            # The last exchange ahead goes unused; it stands for the one that was launched before the first batch.
-            self._rows.begin(batches[i], batches[i + 1 : i + 2] if ahead else ())
+            self._rows.begin(batches[i], batches[i + 1 : i + 1 + self._known])
             self._rows(batches[i]).values().backward(self._grad)
             self._rows.step(0.01)
         after = self._counters()
@@ -88,17 +91,19 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     logging.disable(logging.WARNING)  # torch.fx warns when torchrec is imported
     torch.set_num_threads(1)
-    streams = {(d, w): Stream(settings, d, w) for d in settings["dims"] for w in settings["wires"]}
+    streams = {
+        (d, w, p): Stream(settings, d, w, p)
+        for d in settings["dims"]
+        for w in settings["wires"]
+        for p in settings["policies"]
+    }
     # The first round fills the caches.
     for number in range(settings["rounds"] + 1):
-        for (dim, wire), stream in streams.items():
-            for way in ("inline", "ahead"):
-                sys.stdin.readline()
-                figures = stream.turn(way == "ahead", settings["batches"] if number else settings["warm_up"])
-                print(
-                    json.dumps({"dim": dim, "wire": wire, "way": way, "figures": figures if number else None}),
-                    flush=True,
-                )
+        for (dim, wire, policy), stream in streams.items():
+            sys.stdin.readline()
+            figures = stream.turn(settings["batches"] if number else settings["warm_up"])
+            said = {"dim": dim, "wire": wire, "policy": policy, "figures": figures if number else None}
+            print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":
