@@ -7,7 +7,15 @@ Nothing imported here needs torch, so that a process which only serves tables do
 from cache_backend.config import CacheConfig, EmbeddingOptimizer
 from cache_backend.snapshot import SnapshotError
 from cache_backend.stats import CacheStats
-from cache_backend.store import EmbeddingStore, ExchangeReply, ExchangeRequest, StoreError, StoreStats, TableSchema
+from cache_backend.store import (
+    EmbeddingStore,
+    ExchangeReply,
+    ExchangeRequest,
+    StoredRows,
+    StoreError,
+    StoreStats,
+    TableSchema,
+)
 from cache_backend.stores.auto import AutoStore
 from cache_backend.stores.local import LocalStore
 from cache_backend.stores.remote import RemoteStore
@@ -25,5 +33,6 @@ __all__ = [
     "SnapshotError",
     "StoreError",
     "StoreStats",
+    "StoredRows",
     "TableSchema",
 ]

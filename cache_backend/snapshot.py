@@ -23,8 +23,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache_backend._table import BUCKETS, EmbeddingTable
+from cache_backend._table import EmbeddingTable
 from cache_backend.store import TableSchema
+from cache_backend.stored import bucket_runs
 
 __all__ = [
     "Snapshot",
@@ -189,7 +190,7 @@ def _write_rows(file: Path, names: Sequence[str], table: EmbeddingTable) -> int:
     written = 0
     # Weights do not compress; without dictionaries and with plain pages this runs at the disk's speed.
     with pq.ParquetWriter(file, schema, compression="none", use_dictionary=["table"]) as writer:
-        for first, last in _bucket_runs(table):
+        for first, last in bucket_runs(table, _ROWS_PER_GROUP):
             sizes = [table.bucket_size(b) for b in range(first, last)]
             n = sum(sizes)
             tables, keys = np.empty(n, np.int32), np.empty(n, np.int64)
@@ -214,16 +215,6 @@ def _write_rows(file: Path, names: Sequence[str], table: EmbeddingTable) -> int:
     with open(file, "rb+") as f:
         os.fsync(f.fileno())
     return written
-
-
-def _bucket_runs(table: EmbeddingTable) -> Iterator[tuple[int, int]]:
-    """Consecutive buckets holding together about one row group, so that memory stays bounded."""
-    first, rows = 0, 0
-    for bucket in range(BUCKETS):
-        rows += table.bucket_size(bucket)
-        if rows >= _ROWS_PER_GROUP or bucket == BUCKETS - 1:
-            yield first, bucket + 1
-            first, rows = bucket + 1, 0
 
 
 def _sha256(file: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,8 +20,11 @@ __all__ = [
     "Push",
     "StoreError",
     "StoreStats",
+    "StoredRows",
     "TableSchema",
 ]
+
+MAX_CLOCK = (1 << 48) - 1
 
 
 class StoreError(RuntimeError):
@@ -190,6 +193,36 @@ class StoreStats:
     memory_bytes: int
 
 
+@dataclass
+class StoredRows:
+    """Written rows of one format, as a store has them: tables int32 (n,), keys and clocks int64 (n,), rows float32
+    (n, dim + state_dim), weights first."""
+
+    dim: int
+    state_dim: int
+    tables: np.ndarray
+    keys: np.ndarray
+    clocks: np.ndarray
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: the arrays do not fit together, or a clock is none.
+        """
+        n, width = len(self.keys), self.dim + self.state_dim
+        if self.rows.shape != (n, width) or not len(self.tables) == len(self.clocks) == n:
+            raise ValueError(
+                f"{n} keys came with {len(self.tables)} tables, {len(self.clocks)} clocks and rows of shape "
+                f"{self.rows.shape}; ({n}, {width}) is expected"
+            )
+        if n and not 0 <= self.clocks.min() <= self.clocks.max() <= MAX_CLOCK:
+            raise ValueError(f"clocks are 0 to 2^48 - 1, these reach from {self.clocks.min()} to {self.clocks.max()}")
+
+
 class EmbeddingStore(Protocol):
     """Where tables live. Implementations: ``stores/local.py``, ``stores/remote.py``."""
 
@@ -230,6 +263,31 @@ class EmbeddingStore(Protocol):
 
     def restore(self, path: Path) -> None:
         """Replace every row by a snapshot's. On an error nothing has changed."""
+        ...
+
+    def export(self, tables: Sequence[int], part: int = 0, parts: int = 1) -> Iterator[StoredRows]:
+        """The written rows of tables, in pieces of bounded memory, each of one format.
+
+        Rows fall into 4096 buckets; ``part`` of ``parts`` is that share of them, so that several ranks can divide the
+        work. While others push, the pieces are of different moments.
+
+        Raises:
+            ValueError: an unknown table, or no such part.
+            StoreError: the store cannot be reached, or lost its rows.
+        """
+        ...
+
+    def assign(self, rows: StoredRows) -> None:
+        """Set rows to exact values. What caches hold of them is out of date afterwards.
+
+        Raises:
+            ValueError: an unknown table, arrays that do not fit together, or a clock outside 0 .. 2^48 - 1.
+            StoreError: the store cannot be reached, or lost its rows.
+        """
+        ...
+
+    def erase(self, tables: Sequence[int]) -> None:
+        """Forget every row of tables: they are fresh again. As ``assign``."""
         ...
 
     def stats(self) -> StoreStats: ...

@@ -16,13 +16,14 @@ import pyarrow as pa
 import pyarrow.flight as fl
 
 from cache_backend.flight import EXCHANGE, FRAME_SCHEMA, PROTOCOL_VERSION, batch_of, frame_of
+from cache_backend.row_batches import batch_of_rows, rows_of_batch, rows_schema
 from cache_backend.server.errors import LogFailed, Unavailable, WrongGeneration
 from cache_backend.server.limits import Streams
 from cache_backend.server.metrics import Metrics
 from cache_backend.server.options import Options
 from cache_backend.server.security import tls_arguments, token_middleware
 from cache_backend.server.shard import Shard
-from cache_backend.store import TableSchema
+from cache_backend.store import StoredRows, TableSchema
 
 __all__ = ["Service"]
 
@@ -35,6 +36,7 @@ _ACTIONS = {
     "health": "Whether the server is serving",
     "snapshot": "Writes this shard's part of a snapshot into a folder",
     "restore": "Replaces all rows by this shard's part of a snapshot",
+    "erase": "Forgets every row of tables",
 }
 
 
@@ -71,6 +73,45 @@ class Service(fl.FlightServerBase):
                     _write(writer, batch_of(done.reply))
                 self._metrics.exchanged(done, frame.nbytes, time.perf_counter() - start)
 
+    def do_get(self, context: fl.ServerCallContext, ticket: fl.Ticket) -> fl.FlightDataStream:
+        with self._reported():
+            self._metrics.request("export")
+            wanted = self._arguments(ticket.ticket)
+            rows = self._shard.export(**wanted)
+            return fl.GeneratorStream(
+                rows_schema(wanted["dim"] + wanted["state_dim"]), self._exported(context.peer(), rows)
+            )
+
+    def _exported(self, peer: str, rows: Iterator[StoredRows]) -> Iterator[pa.RecordBatch]:
+        with self._reported(), self._streams.call(peer):
+            while True:
+                with self._streams.work():
+                    piece = next(rows, None)
+                if piece is None:
+                    return
+                yield batch_of_rows(piece)
+
+    def do_put(
+        self,
+        context: fl.ServerCallContext,
+        descriptor: fl.FlightDescriptor,
+        reader: fl.MetadataRecordBatchReader,
+        writer: fl.FlightMetadataWriter,
+    ) -> None:
+        with self._reported(), self._streams.call(context.peer()):
+            self._metrics.request("assign")
+            if descriptor.command is None:
+                raise ValueError("rows come with a command that says of which format, not with a path")
+            given = self._arguments(descriptor.command)
+            dim, state_dim, first = given.pop("dim"), given.pop("state_dim"), given.pop("sequence")
+            for i, chunk in enumerate(reader):
+                if chunk.data is None:
+                    raise ValueError("a message holds rows, this one holds metadata alone")
+                chunk.data.validate(full=True)
+                self._check_size(chunk.data.nbytes)
+                with self._streams.work():
+                    self._shard.assign(rows_of_batch(chunk.data, dim, state_dim), sequence=first + i, **given)
+
     def _frame(self, batch: pa.RecordBatch | None) -> np.ndarray:
         if batch is None:
             raise ValueError("a message of an exchange holds a frame, this one holds metadata alone")
@@ -94,18 +135,22 @@ class Service(fl.FlightServerBase):
             if action.type not in _ACTIONS:
                 raise ValueError(f"unknown action {action.type!r}; there are {', '.join(_ACTIONS)}")
             self._metrics.request(action.type)
-            body = action.body
-            self._check_size(body.size)
-            arguments = json.loads(body.to_pybytes() or b"{}")
-            if not isinstance(arguments, dict):
-                raise ValueError(f"the body of an action is a JSON object, got {type(arguments).__name__}")
-            self._shard.check_generation(arguments.pop("generation", 0))
+            arguments = self._arguments(action.body.to_pybytes() or b"{}")
             if action.type == "health":
                 result = self._health()
             else:
                 with self._streams.work():
                     result = getattr(self, f"_{action.type}")(**arguments)
             return iter([json.dumps(result).encode()])
+
+    def _arguments(self, text: bytes) -> dict[str, Any]:
+        """What a JSON object says, for a server of the generation it names."""
+        self._check_size(len(text))
+        arguments = json.loads(text)
+        if not isinstance(arguments, dict):
+            raise ValueError(f"a call takes a JSON object, got {type(arguments).__name__}")
+        self._shard.check_generation(arguments.pop("generation", 0))
+        return arguments
 
     def _health(self) -> dict[str, Any]:
         return {"status": "stopping" if self._streams.stopping else "serving"}
@@ -142,6 +187,10 @@ class Service(fl.FlightServerBase):
 
     def _restore(self, folder: str) -> dict[str, Any]:
         return {"rows": self._shard.restore(Path(folder))}
+
+    def _erase(self, tables: list[int], worker: int, session: int, sequence: int) -> dict[str, Any]:
+        self._shard.erase(tables, worker, session, sequence)
+        return {}
 
     @contextmanager
     def _reported(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,15 +22,18 @@ from cache_backend._table import (
     push_part,
     shards,
 )
-from cache_backend.groups import Format, declare, new_groups
+from cache_backend.groups import Format, declare, new_groups, tables_by_format
+from cache_backend.row_batches import pack_rows
 from cache_backend.server.errors import WrongGeneration
 from cache_backend.server.sessions import Sessions
 from cache_backend.snapshot import read_snapshot, write_rows_files
-from cache_backend.store import TableSchema
+from cache_backend.store import StoredRows, TableSchema
+from cache_backend.stored import bucket_range, stored_rows
 
 __all__ = ["Exchanged", "Journal", "Shard"]
 
 MAX_TABLES = 1 << 16
+_EXPORT_ROWS = 1 << 16  # at a time
 
 
 class Journal(Protocol):
@@ -39,6 +42,12 @@ class Journal(Protocol):
     def append_tables(self, tables: list[dict[str, Any]]) -> int: ...
 
     def append_push(self, frame: np.ndarray) -> int: ...
+
+    def append_assign(self, rows: bytes) -> int:
+        """``pack_rows`` of rows, noted: worker, session, sequence."""
+        ...
+
+    def append_erase(self, tables: list[int], worker: int, session: int, sequence: int) -> int: ...
 
     @property
     def last(self) -> int:
@@ -155,6 +164,86 @@ class Shard:
         if change is not None and self.journal is not None:
             self.journal.wait(change)
         return Exchanged(reply, request.pushes, request.checks, request.fetches, duplicate)
+
+    def export(self, dim: int, state_dim: int, tables: list[int], part: int, parts: int) -> Iterator[StoredRows]:
+        """The written rows of tables of one format in a part of the buckets, in pieces within the limits.
+
+        Raises:
+            ValueError: tables that are not of this format, or no such part.
+        """
+        table = self._group(dim, state_dim)
+        if set(self._by_format(tables)) - {(dim, state_dim)}:
+            raise ValueError(f"tables {tables} are not all of {dim} weights and {state_dim} optimizer values a row")
+        bucket_range(part, parts)
+        row = 4 * (dim + state_dim) + 20
+        most = min(_EXPORT_ROWS, self._max_rows, max(1, self._max_message_bytes // row))
+        return stored_rows(table, tables, part, parts, most)
+
+    def assign(self, rows: StoredRows, worker: int, session: int, sequence: int) -> None:
+        """Set rows to exact values, unless this request was applied before. Returns once they are durable.
+
+        Raises:
+            ValueError: rows of another shard or beyond the limits, or clocks that are none; nothing has changed.
+            IndexError: an unknown table; nothing has changed.
+        """
+        if len(rows) > self._max_rows:
+            raise ValueError(f"{len(rows)} rows, the limit is {self._max_rows}; split them, or raise --max-rows")
+        rows.check()
+        self._group(rows.dim, rows.state_dim)
+        if (foreign := np.flatnonzero(shards(rows.tables, rows.keys, self.count) != self.index)).size:
+            raise ValueError(
+                f"row {rows.keys[foreign[0]]} of table {rows.tables[foreign[0]]} does not belong to shard {self.index} "
+                f"of {self.count}"
+            )
+        record = b"" if self.journal is None else pack_rows(rows, worker=worker, session=session, sequence=sequence)
+
+        def apply() -> None:
+            self._group(rows.dim, rows.state_dim).assign(rows.tables, rows.keys, rows.clocks, rows.rows)
+
+        self._once(worker, session, sequence, apply, lambda journal: journal.append_assign(record))
+
+    def erase(self, tables: list[int], worker: int, session: int, sequence: int) -> None:
+        """Forget every row of tables, unless this request was applied before. Returns once that is durable.
+
+        Raises:
+            ValueError: an unknown table; nothing has changed.
+        """
+
+        def apply() -> None:
+            for row_format, ids in self._by_format(tables).items():
+                self.groups[row_format].erase(np.array(ids, np.int32))
+
+        self._once(
+            worker,
+            session,
+            sequence,
+            apply,
+            lambda journal: journal.append_erase(tables, worker, session, sequence),
+        )
+
+    def _by_format(self, tables: list[int]) -> dict[Format, list[int]]:
+        if not isinstance(tables, list) or any(type(table) is not int for table in tables):
+            raise ValueError(f"tables are a list of ids, got {tables!r}")
+        return tables_by_format(self.schemas, tables)
+
+    def _once(
+        self, worker: int, session: int, sequence: int, apply: Callable[[], None], append: Callable[[Journal], int]
+    ) -> None:
+        if any(type(number) is not int or not 0 <= number < 1 << 64 for number in (worker, session, sequence)):
+            raise ValueError(
+                f"worker, session and sequence are 64 bits each, got {worker!r}, {session!r}, {sequence!r}"
+            )
+        if sequence == 0:
+            raise ValueError("a request that changes rows needs a sequence number from 1; 0 is for reading")
+        with self.lock:
+            if not self.sessions.is_applied((worker, session), sequence):
+                apply()
+                self.sessions.mark((worker, session), sequence, time.monotonic())
+                if self.journal is not None:
+                    append(self.journal)
+            change = None if self.journal is None else self.journal.last
+        if self.journal is not None and change is not None:
+            self.journal.wait(change)
 
     def check_generation(self, known: int) -> None:
         """

@@ -20,11 +20,23 @@ from typing import IO, Any
 
 import numpy as np
 
-from cache_backend._table import BUCKETS, EmbeddingTable, apply_push, parse_request
-from cache_backend.groups import Format, declare, new_groups
+from cache_backend._table import EmbeddingTable, apply_push, parse_request
+from cache_backend.groups import Format, declare, new_groups, tables_by_format
+from cache_backend.row_batches import unpack_rows
 from cache_backend.server.cut import CutTable
 from cache_backend.server.errors import LogError, StorageError
-from cache_backend.server.log import PUSH, TABLES, Log, Segment, parse_head, segment_path, segments_in, sync_folder
+from cache_backend.server.log import (
+    ASSIGN,
+    ERASE,
+    PUSH,
+    TABLES,
+    Log,
+    Segment,
+    parse_head,
+    segment_path,
+    segments_in,
+    sync_folder,
+)
 from cache_backend.server.shard import Shard, by_id
 from cache_backend.snapshot import new_snapshot, read_snapshot, write_manifest, write_rows_files
 from cache_backend.store import TableSchema
@@ -229,9 +241,19 @@ class LogStorage:
         return self._log.append(TABLES, json.dumps(tables).encode())
 
     def append_push(self, frame: np.ndarray) -> int:
+        return self._append(PUSH, frame.data)
+
+    def append_assign(self, rows: bytes) -> int:
+        return self._append(ASSIGN, rows)
+
+    def append_erase(self, tables: list[int], worker: int, session: int, sequence: int) -> int:
+        note = {"tables": tables, "worker": worker, "session": session, "sequence": sequence}
+        return self._append(ERASE, json.dumps(note).encode())
+
+    def _append(self, kind: bytes, payload: bytes | memoryview) -> int:
         if self._log.bytes > self._compact_bytes:
             self._due.set()
-        return self._log.append(PUSH, frame.data)
+        return self._log.append(kind, payload)
 
     @property
     def last(self) -> int:
@@ -389,12 +411,27 @@ class LogStorage:
         elif kind == PUSH:
             frame = np.frombuffer(payload, np.uint8)
             request = parse_request(frame, _ANY_ROWS)
-            group = shard.groups[request.dim, request.state_dim]
-            held = cuts.get(f"{request.dim}x{request.state_dim}", np.zeros(BUCKETS, np.int64)) >= change
-            if not held.any():
-                apply_push(group, request, shard.clock)
-            elif not held.all():
-                apply_push(group, request, shard.clock, held.view(np.uint8))
+            row_format = request.dim, request.state_dim
+            apply_push(shard.groups[row_format], request, shard.clock, _held(cuts, row_format, change))
             shard.sessions.mark((request.worker, request.session), request.sequence, time.monotonic())
+        elif kind == ASSIGN:
+            rows, note = unpack_rows(payload)
+            row_format = rows.dim, rows.state_dim
+            held = _held(cuts, row_format, change)
+            shard.groups[row_format].assign(rows.tables, rows.keys, rows.clocks, rows.rows, held)
+            shard.sessions.mark((note["worker"], note["session"]), note["sequence"], time.monotonic())
+        elif kind == ERASE:
+            note = json.loads(bytes(payload))
+            for row_format, ids in tables_by_format(shard.schemas, note["tables"]).items():
+                shard.groups[row_format].erase(np.array(ids, np.int32), _held(cuts, row_format, change))
+            shard.sessions.mark((note["worker"], note["session"]), note["sequence"], time.monotonic())
         else:
             raise LogError(f"{where} is of an unknown kind {kind!r}; a newer release wrote it")
+
+
+def _held(cuts: dict[str, np.ndarray], row_format: Format, change: int) -> np.ndarray | None:
+    """Flags, uint8 (BUCKETS,), of the buckets whose copy in the snapshot has this change already; None: there is
+    none."""
+    cut = cuts.get("{}x{}".format(*row_format))
+    held = None if cut is None else cut >= change
+    return None if held is None or not held.any() else held.view(np.uint8)

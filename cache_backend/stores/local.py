@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from cache_backend._table import EmbeddingTable
-from cache_backend.groups import Format, declare, new_groups
+from cache_backend.groups import Format, declare, new_groups, tables_by_format
 from cache_backend.interrupts import uninterrupted
 from cache_backend.snapshot import read_snapshot, write_snapshot
-from cache_backend.store import ExchangeReply, ExchangeRequest, Fetch, StoreStats, TableSchema
+from cache_backend.store import ExchangeReply, ExchangeRequest, Fetch, StoredRows, StoreStats, TableSchema
+from cache_backend.stored import bucket_range, stored_rows
 
 __all__ = ["LocalStore"]
+
+_ROWS_AT_A_TIME = 1 << 16
 
 
 class LocalStore:
@@ -96,12 +100,31 @@ class LocalStore:
             groups[part.dim, part.state_dim].assign(part.table_ids(ids), part.keys, part.clocks, part.rows)
         self._schemas, self._groups = schemas, groups
 
+    def export(self, tables: Sequence[int], part: int = 0, parts: int = 1) -> Iterator[StoredRows]:
+        by_format = self._by_format(tables)
+        bucket_range(part, parts)
+        return chain.from_iterable(
+            stored_rows(self._groups[row_format], ids, part, parts, _ROWS_AT_A_TIME)
+            for row_format, ids in by_format.items()
+        )
+
+    def assign(self, rows: StoredRows) -> None:
+        rows.check()
+        self._group(rows.dim, rows.state_dim).assign(rows.tables, rows.keys, rows.clocks, rows.rows)
+
+    def erase(self, tables: Sequence[int]) -> None:
+        for row_format, ids in self._by_format(tables).items():
+            self._groups[row_format].erase(np.array(ids, np.int32))
+
     def stats(self) -> StoreStats:
         groups = self._groups.values()
         return StoreStats(sum(len(g) for g in groups), sum(g.memory_bytes for g in groups))
 
     def close(self) -> None:
         """Nothing to close: memory goes with the object."""
+
+    def _by_format(self, tables: Sequence[int]) -> dict[Format, list[int]]:
+        return tables_by_format(dict(enumerate(self._schemas)), tables)
 
     def _group(self, dim: int, state_dim: int) -> EmbeddingTable:
         try:

@@ -19,7 +19,10 @@ import pyarrow as pa
 import pyarrow.flight as fl
 
 from cache_backend import _table
+from cache_backend._table import BUCKETS
 from cache_backend.flight import PROTOCOL_VERSION
+from cache_backend.groups import tables_by_format
+from cache_backend.row_batches import batch_of_rows, rows_of_batch
 from cache_backend.snapshot import new_snapshot, write_manifest
 from cache_backend.store import (
     Check,
@@ -27,10 +30,12 @@ from cache_backend.store import (
     ExchangeRequest,
     Fetch,
     Push,
+    StoredRows,
     StoreError,
     StoreStats,
     TableSchema,
 )
+from cache_backend.stored import bucket_range
 from cache_backend.stores.pieces import Answer, Piece, Pieces
 from cache_backend.stores.residuals import Residuals
 from cache_backend.stores.stream import ExchangeStream
@@ -46,6 +51,7 @@ _MOST_RESIDUALS = 1_000_000
 
 # What a network or a restarting server causes; anything else would only fail again.
 _TRANSIENT = (fl.FlightUnavailableError, fl.FlightTimedOutError, fl.FlightCancelledError, fl.FlightInternalError)
+_ROWS_AT_A_TIME = 1 << 16  # rows that are exported or assigned
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 
@@ -175,6 +181,46 @@ class RemoteStore:
         self._on_every_shard(
             lambda shard: shard.action("restore", {"folder": str(Path(path).absolute())}, patient=True)
         )
+
+    def export(self, tables: Sequence[int], part: int = 0, parts: int = 1) -> Iterator[StoredRows]:
+        by_format = tables_by_format(dict(enumerate(self.schemas())), tables)
+        bucket_range(part, parts)
+        held = self.stats().rows
+        return (
+            rows
+            for row_format, ids in by_format.items()
+            for call in _calls(part, parts, held, self._rows_at_a_time(*row_format))
+            for shard in self._shards_of(*call)
+            for rows in shard.export(*row_format, ids, *call)
+        )
+
+    def _shards_of(self, part: int, parts: int) -> list[_Shard]:
+        first, last = bucket_range(part, parts)
+        n = len(self._shards)
+        return self._shards[first * n // BUCKETS : (last - 1) * n // BUCKETS + 1]
+
+    def assign(self, rows: StoredRows) -> None:
+        rows.check()
+        self.flush()  # what lossy pushes rounded off belongs to the rows that were
+        most = self._rows_at_a_time(rows.dim, rows.state_dim)
+        of = _table.shards(rows.tables, rows.keys, len(self._shards))
+
+        def on_shard(shard: _Shard) -> None:
+            mine = np.flatnonzero(of == shard.number)
+            for start in range(0, len(mine), most):
+                i = mine[start : start + most]
+                shard.assign(
+                    StoredRows(rows.dim, rows.state_dim, rows.tables[i], rows.keys[i], rows.clocks[i], rows.rows[i])
+                )
+
+        self._on_every_shard(on_shard)
+
+    def erase(self, tables: Sequence[int]) -> None:
+        self.flush()
+        self._on_every_shard(lambda shard: shard.erase(list(tables)))
+
+    def _rows_at_a_time(self, dim: int, state_dim: int) -> int:
+        return max(1, min(_ROWS_AT_A_TIME, self._max_message_bytes // (4 * (dim + state_dim) + 20)))
 
     def stats(self) -> StoreStats:
         found = [shard.action("stats", {}) for shard in self._shards]
@@ -335,6 +381,28 @@ class _Shard:
             self._stream.close()
             self._stream = None
 
+    def export(self, dim: int, state_dim: int, tables: list[int], part: int, parts: int) -> list[StoredRows]:
+        with self._lock:
+            self._connected()
+            ticket = {"dim": dim, "state_dim": state_dim, "tables": tables, "part": part, "parts": parts}
+            batches = self._patiently(partial(_get, ticket=ticket | {"generation": self._generation}))
+        return [rows_of_batch(batch, dim, state_dim) for batch in batches]
+
+    def assign(self, rows: StoredRows) -> None:
+        """Set rows, few enough for one message."""
+        with self._lock:
+            self._connected()
+            command = {"generation": self._generation, "dim": rows.dim, "state_dim": rows.state_dim, **self._numbered()}
+            self._patiently(partial(_put, command=command, batch=batch_of_rows(rows)))
+
+    def erase(self, tables: list[int]) -> None:
+        with self._lock:
+            self.action("erase", {"tables": tables, **self._numbered()}, patient=True)
+
+    def _numbered(self) -> dict[str, int]:
+        self._sequence += 1
+        return {"worker": self._worker, "session": self._session, "sequence": self._sequence}
+
     def action(self, name: str, body: Any, patient: bool = False) -> Any:
         """Call an action. ``patient``: it may take as long as it needs (snapshots)."""
         with self._lock:
@@ -401,6 +469,14 @@ class _Shard:
         raise AssertionError("the pauses never end")
 
 
+def _calls(part: int, parts: int, held: int, rows: int) -> Iterator[tuple[int, int]]:
+    """A part of the buckets as parts of about so many rows, each for a call that can be repeated; ``held``: rows of all
+    buckets."""
+    calls = max(1, min(BUCKETS // parts, -(-held // (parts * rows))))
+    for i in range(calls):
+        yield part * calls + i, parts * calls
+
+
 def _pauses() -> Iterator[float]:
     pause = _FIRST_PAUSE_S
     while True:
@@ -423,6 +499,17 @@ def _send(stream: ExchangeStream, pieces: list[Piece], encode: Callable[[Piece],
     except BaseException:
         stream.cancel()
         raise
+
+
+def _get(client: fl.FlightClient, options: fl.FlightCallOptions, ticket: Any) -> list[pa.RecordBatch]:
+    return [chunk.data for chunk in client.do_get(fl.Ticket(json.dumps(ticket)), options)]
+
+
+def _put(client: fl.FlightClient, options: fl.FlightCallOptions, command: Any, batch: pa.RecordBatch) -> None:
+    descriptor = fl.FlightDescriptor.for_command(json.dumps(command))
+    writer, _ = client.do_put(descriptor, batch.schema, options)
+    with writer:  # closing it waits for the server's answer
+        writer.write_batch(batch)
 
 
 def _action(client: fl.FlightClient, options: fl.FlightCallOptions, name: str, body: Any) -> Any:

@@ -9,6 +9,13 @@ namespace {
 constexpr int64_t kBlock = 32;        // rows in flight while prefetching
 constexpr uint32_t kFirstIndex = 16;  // index entries of a bucket's first allocation
 constexpr int64_t kCacheLine = 64;
+
+// By table id, whether it is one of `tables`, which are below `size`.
+std::vector<bool> flags_of(int64_t n, const int32_t* tables, size_t size) {
+  std::vector<bool> flags(size);
+  for (int64_t i = 0; i < n; ++i) flags[static_cast<size_t>(tables[i])] = true;
+  return flags;
+}
 }  // namespace
 
 EmbeddingTable::EmbeddingTable(int64_t dim, int64_t state_dim) : dim_(dim), state_dim_(state_dim), buckets_(kBuckets) {
@@ -82,10 +89,7 @@ EmbeddingTable::RowHeader* EmbeddingTable::find(uint64_t hash, int32_t table, in
   }
 }
 
-void EmbeddingTable::grow(Bucket& bucket) {
-  const uint32_t size = std::max(kFirstIndex, bucket.index_size * 2);
-  if (size > 1u << kRowBits) throw std::length_error("a bucket is full: more than 2^23 rows in one of 4096 buckets");
-  auto* index = static_cast<uint32_t*>(arena_.allocate(size * sizeof(uint32_t)));
+void EmbeddingTable::reindex(Bucket& bucket, uint32_t* index, uint32_t size) const {
   std::fill_n(index, size, 0u);
   const uint32_t mask = size - 1;
   for (uint32_t row = 0; row < bucket.count; ++row) {
@@ -95,9 +99,17 @@ void EmbeddingTable::grow(Bucket& bucket) {
     while (index[i] != 0) i = (i + 1) & mask;
     index[i] = static_cast<uint32_t>(tag_of(hash)) << kRowBits | (row + 1);
   }
-  if (bucket.index != nullptr) arena_.recycle(bucket.index, bucket.index_size * sizeof(uint32_t));
   bucket.index = index;
   bucket.index_size = size;
+}
+
+void EmbeddingTable::grow(Bucket& bucket) {
+  const uint32_t size = std::max(kFirstIndex, bucket.index_size * 2);
+  if (size > 1u << kRowBits) throw std::length_error("a bucket is full: more than 2^23 rows in one of 4096 buckets");
+  uint32_t* outgrown = bucket.index;
+  const uint32_t outgrown_size = bucket.index_size;
+  reindex(bucket, static_cast<uint32_t*>(arena_.allocate(size * sizeof(uint32_t))), size);
+  if (outgrown != nullptr) arena_.recycle(outgrown, outgrown_size * sizeof(uint32_t));
 }
 
 EmbeddingTable::RowHeader* EmbeddingTable::find_or_create(uint64_t hash, int32_t table, int64_t key, bool* created) {
@@ -228,16 +240,68 @@ void EmbeddingTable::export_bucket(int64_t bucket, int32_t* tables, int64_t* key
   }
 }
 
+RowCopies EmbeddingTable::rows_of(int64_t n, const int32_t* tables, int64_t first, int64_t last) const {
+  const std::shared_lock lock(mutex_);
+  check_declared(n, tables);
+  if (first < 0 || first > last || last > kBuckets) {
+    throw std::out_of_range("buckets " + std::to_string(first) + " to " + std::to_string(last) + " of " +
+                            std::to_string(kBuckets));
+  }
+  const std::vector<bool> wanted = flags_of(n, tables, declared_.size());
+  RowCopies copies;
+  for (int64_t b = first; b < last; ++b) {
+    const Bucket& bucket = buckets_[static_cast<size_t>(b)];
+    for (uint32_t row = 0; row < bucket.count; ++row) {
+      RowHeader* header = row_at(bucket, row);
+      if (!wanted[static_cast<size_t>(table_of(*header))]) continue;
+      copies.tables.push_back(table_of(*header));
+      copies.keys.push_back(header->key);
+      copies.clocks.push_back(clock_of(*header));
+      copies.rows.insert(copies.rows.end(), values_of(header), values_of(header) + width());
+    }
+  }
+  return copies;
+}
+
 void EmbeddingTable::assign(int64_t n, const int32_t* tables, const int64_t* keys, const int64_t* clocks,
-                            const float* rows) {
+                            const float* rows, const uint8_t* skip) {
   const std::unique_lock lock(mutex_);
   check_declared(n, tables);
   for (int64_t i = 0; i < n; ++i) {
+    const uint64_t hash = hash_row(tables[i], keys[i]);
+    if (skip != nullptr && skip[bucket_of(hash)] != 0) continue;
     bool created = false;
-    RowHeader* header = find_or_create(hash_row(tables[i], keys[i]), tables[i], keys[i], &created);
+    RowHeader* header = find_or_create(hash, tables[i], keys[i], &created);
     set_clock(*header, clocks[i]);
     std::memcpy(values_of(header), rows + i * width(), sizeof(float) * static_cast<size_t>(width()));
   }
+}
+
+int64_t EmbeddingTable::erase(int64_t n, const int32_t* tables, const uint8_t* skip) {
+  const std::unique_lock lock(mutex_);
+  check_declared(n, tables);
+  const std::vector<bool> erased = flags_of(n, tables, declared_.size());
+  int64_t count = 0;
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    if (skip != nullptr && skip[b] != 0) continue;
+    Bucket& bucket = buckets_[b];
+    uint32_t kept = 0;
+    for (uint32_t row = 0; row < bucket.count; ++row) {
+      RowHeader* header = row_at(bucket, row);
+      if (erased[static_cast<size_t>(table_of(*header))]) continue;
+      if (kept != row) std::memcpy(row_at(bucket, kept), header, static_cast<size_t>(stride_));
+      ++kept;
+    }
+    if (kept == bucket.count) continue;
+    count += bucket.count - kept;
+    bucket.count = kept;
+    while (bucket.chunks.size() > (kept + chunk_rows() - 1) >> chunk_shift_) {
+      arena_.recycle(bucket.chunks.back(), static_cast<size_t>(chunk_rows() * stride_));
+      bucket.chunks.pop_back();
+    }
+    reindex(bucket, bucket.index, bucket.index_size);
+  }
+  return count;
 }
 
 void EmbeddingTable::clear() {

@@ -41,6 +41,14 @@ struct FetchView {
   uint8_t* fresh;
 };
 
+// Rows copied out, one after the other.
+struct RowCopies {
+  std::vector<int32_t> tables;
+  std::vector<int64_t> keys;
+  std::vector<int64_t> clocks;
+  std::vector<float> rows;
+};
+
 class EmbeddingTable {
  public:
   EmbeddingTable(int64_t dim, int64_t state_dim);
@@ -91,8 +99,17 @@ class EmbeddingTable {
   int64_t bucket_size(int64_t bucket) const;
   void export_bucket(int64_t bucket, int32_t* tables, int64_t* keys, int64_t* clocks, float* rows) const;
 
-  // Sets rows to exact values, creating them where needed (restore).
-  void assign(int64_t n, const int32_t* tables, const int64_t* keys, const int64_t* clocks, const float* rows);
+  // The rows of some tables in buckets [first, last), in the order of buckets and, within one, of creation; as of one
+  // instant.
+  RowCopies rows_of(int64_t n, const int32_t* tables, int64_t first, int64_t last) const;
+
+  // Sets rows to exact values, creating them where needed (restore); with `skip`, flags by bucket, only where the flag
+  // is 0.
+  void assign(int64_t n, const int32_t* tables, const int64_t* keys, const int64_t* clocks, const float* rows,
+              const uint8_t* skip = nullptr);
+
+  // Forgets every row of these tables: they are fresh again. `skip` as in `assign`. Returns how many there were.
+  int64_t erase(int64_t n, const int32_t* tables, const uint8_t* skip = nullptr);
 
   void clear();
 
@@ -145,6 +162,8 @@ class EmbeddingTable {
   RowHeader* find(uint64_t hash, int32_t table, int64_t key) const;
   RowHeader* find_or_create(uint64_t hash, int32_t table, int64_t key, bool* created);
   void grow(Bucket& bucket);
+  // Makes `index`, of `size` entries, the bucket's, and enters its rows.
+  void reindex(Bucket& bucket, uint32_t* index, uint32_t size) const;
   void check_declared(int64_t n, const int32_t* tables) const;
 
   // Visits rows in the given order with index and row already on their way into the cache.

@@ -92,14 +92,25 @@ void export_bucket(const EmbeddingTable& self, int64_t bucket, Vec<int32_t> tabl
   self.export_bucket(bucket, table_ids, key_values, clock_values, values);
 }
 
+const uint8_t* bucket_flags(const std::optional<Vec<const uint8_t>>& skip) {
+  return skip ? checked(*skip, "skip", hetrec::kBuckets) : nullptr;
+}
+
 void assign(EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int64_t> keys, Vec<const int64_t> clocks,
-            Mat<const float> rows) {
+            Mat<const float> rows, std::optional<Vec<const uint8_t>> skip) {
   const size_t n = keys.shape(0);
   const int32_t* table_ids = checked(tables, "tables", n);
   const int64_t* clock_values = checked(clocks, "clocks", n);
   const float* values = checked(rows, "rows", n, self.width());
+  const uint8_t* flags = bucket_flags(skip);
   const nb::gil_scoped_release release;
-  self.assign(static_cast<int64_t>(n), table_ids, keys.data(), clock_values, values);
+  self.assign(static_cast<int64_t>(n), table_ids, keys.data(), clock_values, values, flags);
+}
+
+int64_t erase(EmbeddingTable& self, Vec<const int32_t> tables, std::optional<Vec<const uint8_t>> skip) {
+  const uint8_t* flags = bucket_flags(skip);
+  const nb::gil_scoped_release release;
+  return self.erase(static_cast<int64_t>(tables.shape(0)), tables.data(), flags);
 }
 
 // A C++ vector as a numpy array that owns it.
@@ -115,6 +126,17 @@ template <typename T, typename Allocator>
 nb::ndarray<nb::numpy, T> owned(std::vector<T, Allocator>&& values) {
   const size_t n = values.size();
   return owned(std::move(values), {n});
+}
+
+nb::tuple rows_of(const EmbeddingTable& self, Vec<const int32_t> tables, int64_t first, int64_t last) {
+  hetrec::RowCopies copies;
+  {
+    const nb::gil_scoped_release release;
+    copies = self.rows_of(static_cast<int64_t>(tables.shape(0)), tables.data(), first, last);
+  }
+  const size_t n = copies.keys.size();
+  return nb::make_tuple(owned(std::move(copies.tables)), owned(std::move(copies.keys)), owned(std::move(copies.clocks)),
+                        owned(std::move(copies.rows), {n, static_cast<size_t>(self.width())}));
 }
 
 nb::tuple stale(const EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int64_t> keys,
@@ -266,7 +288,7 @@ void define_wire(nb::module_& m) {
       "apply_push",
       [](EmbeddingTable& table, const Request& request, const std::string& rule, std::optional<Bytes> skip) {
         const hetrec::ClockRule clock_rule = rule_of(rule);
-        const uint8_t* flags = skip ? checked(*skip, "skip", hetrec::kBuckets) : nullptr;
+        const uint8_t* flags = bucket_flags(skip);
         expect_format(table, request);
         const nb::gil_scoped_release release;
         hetrec::apply_push(table, request, clock_rule, flags);
@@ -368,8 +390,14 @@ NB_MODULE(_table, m) {
       .def("bucket_size", &EmbeddingTable::bucket_size, nb::arg("bucket"), "Rows in one of the 4096 buckets.")
       .def("export_bucket", &export_bucket, nb::arg("bucket"), nb::arg("tables"), nb::arg("keys"), nb::arg("clocks"),
            nb::arg("rows"), "Copy one bucket's rows into arrays of length bucket_size(bucket).")
+      .def("rows_of", &rows_of, nb::arg("tables"), nb::arg("first"), nb::arg("last"),
+           "(tables, keys, clocks, rows) of the written rows of these tables in buckets first .. last - 1.")
       .def("assign", &assign, nb::arg("tables"), nb::arg("keys"), nb::arg("clocks"), nb::arg("rows"),
-           "Set rows to exact values, creating them where needed.")
+           nb::arg("skip") = nb::none(),
+           "Set rows to exact values, creating them where needed; with skip, uint8 (BUCKETS,), only in buckets whose "
+           "flag is 0.")
+      .def("erase", &erase, nb::arg("tables"), nb::arg("skip") = nb::none(),
+           "Forget every row of these tables; with skip as assign. Returns how many there were.")
       .def("clear", &EmbeddingTable::clear, "Forget every row.")
       .def_prop_ro("dim", &EmbeddingTable::dim)
       .def_prop_ro("state_dim", &EmbeddingTable::state_dim)
