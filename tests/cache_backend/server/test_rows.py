@@ -244,8 +244,9 @@ def test_strange_batches(held: Peer, strange: pa.RecordBatch) -> None:
     "wrong",
     [
         {"dim": 4}, {"dim": 2, "state_dim": 2}, {"dim": "3"}, {"dim": None}, {"dim": -1}, {"dim": [3]},
-        {"state_dim": {}}, {"dim": 1 << 70}, {"sequence": 0}, {"sequence": -1}, {"sequence": "1"}, {"sequence": 1 << 64},
-        {"worker": -1}, {"worker": 1.5}, {"session": None}, {"more": 1}, {"generation": "x"}, {"generation": None},
+        {"state_dim": {}}, {"dim": 1 << 70}, {"sequence": 0}, {"sequence": -1}, {"sequence": "1"},
+        {"sequence": 1 << 64}, {"worker": -1}, {"worker": 1.5}, {"session": None}, {"more": 1},
+        {"generation": "x"}, {"generation": None},
     ],
     ids=str,
 )  # fmt: skip
