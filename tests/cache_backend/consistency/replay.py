@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from rules import BESIDE, DIGIT, FREE, NEVER, SPILL, WAY, Action, Keys, Plan, Rank, Scope, State
 
-from cache_backend import EmbeddingOptimizer, EmbeddingStore, TableSchema, ops
+from cache_backend import EmbeddingOptimizer, EmbeddingStore, RemoteStore, TableSchema, ops
 from cache_backend.cache import WAYS, Cache, CachePlan, UniqueRows
 from cache_backend.stats import CacheStats
 from cache_backend.store import Check, ExchangeReply, ExchangeRequest, Fetch, Push
@@ -74,7 +74,8 @@ class NativeRank:
             setattr(cache, name, getattr(cache, name).clone())
         cache.stats = replace(cache.stats)
         cache._store = store
-        ahead = [Ahead(replace(a.plan), a.reply, a.answered) for a in self.ahead]
+        # A store notes in a request what it has done about it.
+        ahead = [Ahead(replace(a.plan, request=replace(a.plan.request)), a.reply, a.answered) for a in self.ahead]
         return replace(
             self, cache=cache, store=store, ahead=ahead, begun=list(self.begun), expected=replace(self.expected)
         )
@@ -94,9 +95,9 @@ class NativeRank:
         """The server answers, and nobody hears it: the request will be sent again under its number."""
         request = next(a for a in self.ahead if not a.answered).plan.request
         self.store.exchange(request)
-        request.prepared._reply = None
-        for pieces in request.prepared.of_shard:
-            for piece in pieces:
+        if isinstance(self.store, RemoteStore):
+            request.prepared._reply = None
+            for piece in (piece for pieces in request.prepared.of_shard for piece in pieces):
                 piece.answered = False
 
     def begin(self) -> None:
