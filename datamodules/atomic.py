@@ -7,14 +7,14 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from datamodules.errors import DataError
 from datamodules.progress import say
 
-__all__ = ["MANIFEST", "exclusive", "publish", "read_manifest", "write_json"]
+__all__ = ["MANIFEST", "exclusive", "make_once", "publish", "read_manifest", "write_json"]
 
 MANIFEST = "_manifest.json"
 
@@ -73,3 +73,37 @@ def exclusive(final: Path, option: str) -> Iterator[None]:
             say(f"waiting for another process that is writing {final}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def make_once(
+    folder: Path, parameters: dict[str, Any], option: str, write: Callable[[Path], dict[str, Any]]
+) -> dict[str, Any]:
+    """Makes a folder, unless one of the same parameters is there already.
+
+    Args:
+        folder: its final place.
+        parameters: what it depends on, as JSON.
+        option: what to set for another place.
+        write: fills an empty working folder, and returns what to say of it.
+
+    Returns:
+        The manifest: the parameters, and what ``write`` returned.
+
+    Raises:
+        DataError: the place cannot be written, or holds other files.
+    """
+    manifest = read_manifest(folder)
+    if manifest is not None and manifest.get("parameters") == parameters:
+        return manifest  # without a lock: it may lie where nothing can be written
+    with exclusive(folder, option):
+        manifest = read_manifest(folder)
+        if manifest is not None and manifest.get("parameters") == parameters:
+            return manifest
+        if manifest is None and folder.exists() and any(folder.iterdir()):
+            raise DataError(f"{folder} holds files that were not made here; set {option} to an empty or new folder")
+        work = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        manifest = {"parameters": parameters, **write(work)}
+        publish(work, folder, manifest)
+    return manifest

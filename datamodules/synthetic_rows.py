@@ -15,11 +15,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from datamodules.atomic import exclusive, publish, read_manifest
+from datamodules.atomic import make_once
 from datamodules.criteo_layout import CATEGORICAL, INTEGERS, LABEL, kaggle_cardinalities
 from datamodules.errors import DataError
 from datamodules.keys import mix64
 from datamodules.progress import progress_bar
+from datamodules.scatter import scatter
 
 __all__ = ["Hidden", "SyntheticRows", "write_synthetic"]
 
@@ -90,7 +91,7 @@ class SyntheticRows:
             # The inverse of the continuous distribution with density x**-s on [1, n + 1).
             u = random.random(count)
             x = (1 + u * ((n + 1.0) ** (1 - s) - 1)) ** (1 / (1 - s)) if abs(s - 1) > 1e-9 else (n + 1.0) ** u
-            keys[:, i] = _scatter(np.clip(x.astype(np.int64) - 1, 0, n - 1), n)
+            keys[:, i] = scatter(np.clip(x.astype(np.int64) - 1, 0, n - 1), n)
             missing = random.random(count) < _MISSING_CATEGORICAL.get(i + 1, 0)
             keys[missing, i] = n
         return integers, keys
@@ -103,14 +104,6 @@ class SyntheticRows:
         """Labels of a chunk, drawn with the probabilities sigmoid(logits)."""
         uniform = np.random.default_rng([self.seed, 3, chunk]).random(len(logits))
         return (uniform < _sigmoid(logits)).astype(np.int8)
-
-
-def _scatter(ranks: Keys, n: int) -> Keys:
-    """A permutation of 0 .. n - 1, so that popular keys do not lie side by side."""
-    step = max(1, round(n * 0.6180339887))
-    while np.gcd(step, n) != 1:
-        step += 1
-    return (ranks * step + n // 3) % n
 
 
 class Hidden:
@@ -189,24 +182,11 @@ def write_synthetic(rows: SyntheticRows, folder: Path) -> dict[str, Any]:
         The manifest: the parameters, ``best_auc`` and ``best_logloss`` (those of the true probabilities, which no model
         beats but by chance), ``click_rate`` and the cardinalities.
     """
-    wanted = {"format": _FORMAT, **asdict(rows)}
-    manifest = read_manifest(folder)
-    if manifest is not None and manifest["parameters"] == wanted:
-        return manifest  # without a lock: it may lie where nothing can be written
-    with exclusive(folder, "data.path"):
-        manifest = read_manifest(folder)
-        if manifest is not None and manifest["parameters"] == wanted:
-            return manifest
-        if manifest is None and folder.exists() and any(folder.iterdir()):
-            raise DataError(f"{folder} holds files that were not made here; set data.path to an empty or new folder")
-        work = folder.with_name(f".{folder.name}.partial")
-        work.mkdir(exist_ok=True)
-        for left in work.iterdir():
-            left.unlink()
-        best = _write_parts(rows, work)
-        manifest = {"parameters": wanted, **best.summary(), "cardinalities": list(rows.cardinalities)}
-        publish(work, folder, manifest)
-    return manifest
+
+    def write(work: Path) -> dict[str, Any]:
+        return {**_write_parts(rows, work).summary(), "cardinalities": list(rows.cardinalities)}
+
+    return make_once(folder, {"format": _FORMAT, **asdict(rows)}, "data.path", write)
 
 
 def _write_parts(rows: SyntheticRows, work: Path) -> _BestScores:

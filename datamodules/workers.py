@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from datamodules.errors import DataError
 from datamodules.processes import process_context
-from datamodules.reader import Window, WindowReader
 
-__all__ = ["Request", "WindowWorkers"]
+__all__ = ["Reader", "Request", "Workers"]
 
-Request = tuple[int, int]  # epoch, window
+Request = tuple[int, int]  # epoch, number of the window or batch
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class _Windows(Dataset[Window | DataError]):
-    """Windows on request. A data error travels as a value, to keep its message clean."""
+class Reader(Protocol[T_co]):
+    """What workers run: a picklable object that reads a window, or a batch, by its number."""
 
-    def __init__(self, reader: WindowReader) -> None:
+    def read(self, epoch: int, number: int, /) -> T_co: ...
+
+
+class _Readings(Dataset[T | DataError]):
+    """Readings on request. A data error travels as a value, to keep its message clean."""
+
+    def __init__(self, reader: Reader[T]) -> None:
         self._reader = reader
 
-    def __getitem__(self, request: Request) -> Window | DataError:
+    def __getitem__(self, request: Request) -> T | DataError:
         try:
             return self._reader.read(*request)
         except DataError as error:
@@ -30,7 +38,7 @@ class _Windows(Dataset[Window | DataError]):
 
 
 class _Requests(Sampler[Request]):
-    """The windows of the coming epoch. The workers outlive epochs, so the epoch comes to them with each request."""
+    """The requests of the coming epoch. The workers outlive epochs, so the epoch comes to them with each request."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -42,18 +50,18 @@ class _Requests(Sampler[Request]):
         return len(self.requests)
 
 
-def _as_it_is(window: Any) -> Any:
-    # The arrays of a window travel through a pipe: shared memory is small in many containers, and windows are not.
-    return window
+def _as_it_is(reading: Any) -> Any:
+    # Arrays travel through a pipe: shared memory is small in many containers, and what is read is not.
+    return reading
 
 
-class WindowWorkers:
-    """Processes that read windows. They start with the first request and stay for later ones."""
+class Workers(Generic[T]):
+    """Processes that read. They start with the first request and stay for later ones."""
 
-    def __init__(self, reader: WindowReader, processes: int) -> None:
+    def __init__(self, reader: Reader[T], processes: int) -> None:
         self._requests = _Requests()
-        self._loader: DataLoader[Window | DataError] = DataLoader(
-            _Windows(reader),
+        self._loader: DataLoader[T | DataError] = DataLoader(
+            _Readings(reader),
             sampler=self._requests,
             batch_size=None,
             num_workers=processes,
@@ -62,10 +70,10 @@ class WindowWorkers:
             multiprocessing_context=process_context(),
         )
 
-    def read(self, requests: list[Request]) -> Iterator[Window]:
-        """The windows that are asked for, in order."""
+    def read(self, requests: list[Request]) -> Iterator[T]:
+        """What is asked for, in order."""
         self._requests.requests = requests
-        for window in self._loader if requests else ():
-            if isinstance(window, DataError):
-                raise window
-            yield window
+        for reading in self._loader if requests else ():
+            if isinstance(reading, DataError):
+                raise reading
+            yield reading

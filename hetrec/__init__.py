@@ -1,6 +1,6 @@
 """Recommendation and graph models whose embedding tables outgrow a GPU or a machine."""
 
-from hetrec.data import Batch, FeatureSpec, SparseFeature, TableSpec
+from hetrec.data import Batch, FeatureSpec, GraphBatch, GraphSpec, SparseFeature, TableSpec
 from hetrec.distributed import HetEmbeddingBagCollectionSharder, HetEmbeddingCollectionSharder, plan
 from hetrec.embedding import HetEmbeddingCollection
 from hetrec.embedding_bag import HetEmbeddingBagCollection
@@ -8,6 +8,8 @@ from hetrec.embedding_bag import HetEmbeddingBagCollection
 __all__ = [
     "Batch",
     "FeatureSpec",
+    "GraphBatch",
+    "GraphSpec",
     "HetEmbeddingBagCollection",
     "HetEmbeddingBagCollectionSharder",
     "HetEmbeddingCollection",

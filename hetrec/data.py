@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
+from typing_extensions import Self
 
-__all__ = ["Batch", "FeatureSpec", "SparseFeature", "TableSpec"]
+__all__ = ["NODE", "Batch", "FeatureSpec", "GraphBatch", "GraphSpec", "SparseFeature", "TableSpec"]
+
+#: The sparse feature of a graph's batches that holds the nodes' own ids, and its table.
+NODE = "node"
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,20 @@ class FeatureSpec:
         return [f.name for f in self.sparse]
 
 
+@dataclass(frozen=True)
+class GraphSpec(FeatureSpec):
+    """Nodes of a graph to classify: what is known of a node (``dense``, ``sparse``), and the classes.
+
+    The first sparse feature is ``NODE``, the node's own id, in a table with a row for every node. Further ones are
+    bags of keys a node.
+
+    Attributes:
+        num_classes: labels are ``0 .. num_classes - 1``.
+    """
+
+    num_classes: int
+
+
 @dataclass
 class Batch(Pipelineable):
     """One batch; the first three fields are those of ``torchrec.datasets.utils.Batch``.
@@ -95,12 +113,13 @@ class Batch(Pipelineable):
     labels: torch.Tensor
     upcoming: tuple[KeyedJaggedTensor, ...] = field(default=())
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return Batch(
-            self.dense_features.to(device, non_blocking=non_blocking),
-            self.sparse_features.to(device, non_blocking=non_blocking),
-            self.labels.to(device, non_blocking=non_blocking),
-            tuple(k.to(device, non_blocking=non_blocking) for k in self.upcoming),
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        return replace(
+            self,
+            dense_features=self.dense_features.to(device, non_blocking=non_blocking),
+            sparse_features=self.sparse_features.to(device, non_blocking=non_blocking),
+            labels=self.labels.to(device, non_blocking=non_blocking),
+            upcoming=tuple(k.to(device, non_blocking=non_blocking) for k in self.upcoming),
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -110,14 +129,48 @@ class Batch(Pipelineable):
         for features in self.upcoming:
             features.record_stream(stream)
 
-    def pin_memory(self) -> Batch:
-        return Batch(
-            self.dense_features.pin_memory(),
-            self.sparse_features.pin_memory(),
-            self.labels.pin_memory(),
-            tuple(k.pin_memory() for k in self.upcoming),
+    def pin_memory(self) -> Self:
+        return replace(
+            self,
+            dense_features=self.dense_features.pin_memory(),
+            sparse_features=self.sparse_features.pin_memory(),
+            labels=self.labels.pin_memory(),
+            upcoming=tuple(k.pin_memory() for k in self.upcoming),
         )
 
     @property
     def batch_size(self) -> int:
         return self.labels.numel()
+
+
+@dataclass
+class GraphBatch(Batch):
+    """Seed nodes with their sampled neighbourhood: n nodes, of which the first S, in their order, are the seeds.
+
+    What the base class has per row is here per node, but for the labels.
+
+    Attributes:
+        dense_features: float32, (n, number of dense columns).
+        sparse_features: keys ``spec.sparse_names``, stride n; values int64, lengths int32. ``NODE``: one id a node.
+        labels: int64, (S,): the seeds' classes, -1 where unknown (prediction only).
+        edge_index: int64, (2, E'): for every sampled edge the position (not the id) of the neighbour, then that of the
+            node it is a neighbour of; grouped by hop.
+        nodes_per_hop: S, then how many nodes each hop added; sums to n.
+        edges_per_hop: how many edges each hop added; sums to E'. With the nodes per hop, and with ``edge_index`` as it
+            is, this is what ``torch_geometric.utils.trim_to_layer`` takes.
+    """
+
+    edge_index: torch.Tensor = field(kw_only=True)
+    nodes_per_hop: list[int] = field(kw_only=True)
+    edges_per_hop: list[int] = field(kw_only=True)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        moved = super().to(device, non_blocking)
+        return replace(moved, edge_index=self.edge_index.to(device, non_blocking=non_blocking))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        super().record_stream(stream)
+        self.edge_index.record_stream(stream)
+
+    def pin_memory(self) -> Self:
+        return replace(super().pin_memory(), edge_index=self.edge_index.pin_memory())
