@@ -116,6 +116,17 @@ def test_policies(benchmarks: Path, tmp_path: Path) -> None:
     assert all((row["reveal ns/row"] is not None) == (name in ahead) for name, row in rows.items())
 
 
+def test_neighbour_sampling(benchmarks: Path, tmp_path: Path) -> None:
+    figures = _run(benchmarks / "sampling.py", tmp_path, "--facebook", str(tmp_path / "absent"))
+    assert figures["settings"]["facebook"] is False
+    (table,) = figures["tables"]
+    assert [(row["graph"], row["seeds"]) for row in table["rows"]] == [("synthetic, 3,000", n) for n in (128, 1024)]
+    for row in table["rows"]:
+        assert row["seeds"] < row["nodes a batch, at most"] <= 3000
+        assert row["edges a batch"] > 3 * row["seeds"]
+        assert row["million edges/s of a core"] > 0
+
+
 def test_cache_ops_help_names_its_options(benchmarks: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(benchmarks / "cache_ops.py"), "--help"], capture_output=True, text=True, check=True
