@@ -1,7 +1,7 @@
 """Recommendation and graph models whose embedding tables outgrow a GPU or a machine."""
 
 from hetrec.data import Batch, FeatureSpec, GraphBatch, GraphSpec, SparseFeature, TableSpec
-from hetrec.distributed import HetEmbeddingBagCollectionSharder, HetEmbeddingCollectionSharder, plan
+from hetrec.distributed import HetEmbeddingBagCollectionSharder, HetEmbeddingCollectionSharder, merge_state_dicts, plan
 from hetrec.embedding import HetEmbeddingCollection
 from hetrec.embedding_bag import HetEmbeddingBagCollection
 
@@ -16,5 +16,6 @@ __all__ = [
     "HetEmbeddingCollectionSharder",
     "SparseFeature",
     "TableSpec",
+    "merge_state_dicts",
     "plan",
 ]

@@ -25,7 +25,7 @@ from cache_backend.store import EmbeddingStore, ExchangeReply, TableSchema
 from hetrec.exchanges import Exchanges, Replies
 from hetrec.features import Bags, FeatureGroup, check_features
 
-__all__ = ["HetCollection"]
+__all__ = ["HetCollection", "StoredTable"]
 
 DEFAULT_CACHE_ROWS = 500_000
 
@@ -66,6 +66,17 @@ class _Group:
 
     features: FeatureGroup
     cache: Cache
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """A table at its store. size: keys are 0 .. size - 1; 0: any int64."""
+
+    name: str
+    id: int
+    dim: int
+    state_dim: int
+    size: int
 
 
 class HetCollection(nn.Module):
@@ -168,12 +179,28 @@ class HetCollection(nn.Module):
                     Cache(capacity[dim], dim, optimizer, store, cache.staleness, cache.policy, cache.table_staleness),
                 )
             )
+        self._stored_tables = [
+            StoredTable(
+                table.name,
+                table_ids[table.name],
+                table.embedding_dim,
+                optimizer.state_dim(table.embedding_dim),
+                table.num_embeddings,
+            )
+            for table in self._tables
+        ]
         self._store = store
         self._exchanges = Exchanges(store)
         self._scale = 1.0 / world_size
         self._prefetch_depth = cache.prefetch_depth
         self._looks_ahead = any(group.cache.looks_ahead for group in self._groups)
         self._wait_s = 0.0
+
+    def stored_tables(self) -> tuple[EmbeddingStore, list[StoredTable]]:
+        """Where the rows are."""
+        self._expect_open()
+        assert self._store is not None
+        return self._store, self._stored_tables
 
     def begin(self, features: KeyedJaggedTensor, upcoming: Sequence[KeyedJaggedTensor] = ()) -> None:
         """Start a training step: bring this batch's rows in, then plan the next batches and launch their exchanges.
@@ -374,6 +401,10 @@ class HetCollection(nn.Module):
         plan.groups[i].grads.append(grad)
         if self._lr_in_backward is None:
             return
+        if plan not in self._begun:
+            raise RuntimeError(
+                "backward of a batch that was given up, because another was begun or rows were loaded since its forward"
+            )
         self._step_group(i, [plan], self._lr_in_backward())
         plan.stepped.add(i)
         if len(plan.stepped) == len(self._groups):

@@ -21,7 +21,7 @@ import pyarrow.flight as fl
 from cache_backend import _table
 from cache_backend._table import BUCKETS
 from cache_backend.flight import PROTOCOL_VERSION
-from cache_backend.groups import tables_by_format
+from cache_backend.groups import Format, tables_by_format
 from cache_backend.row_batches import batch_of_rows, rows_of_batch
 from cache_backend.snapshot import new_snapshot, write_manifest
 from cache_backend.store import (
@@ -183,7 +183,7 @@ class RemoteStore:
         )
 
     def export(self, tables: Sequence[int], part: int = 0, parts: int = 1) -> Iterator[StoredRows]:
-        by_format = tables_by_format(dict(enumerate(self.schemas())), tables)
+        by_format = self._by_format(tables)
         bucket_range(part, parts)
         held = self.stats().rows
         return (
@@ -201,6 +201,10 @@ class RemoteStore:
 
     def assign(self, rows: StoredRows) -> None:
         rows.check()
+        if set(self._by_format(np.unique(rows.tables).tolist())) - {(rows.dim, rows.state_dim)}:
+            raise ValueError(
+                f"rows of {rows.dim} weights and {rows.state_dim} optimizer values are for tables of others"
+            )
         self.flush()  # what lossy pushes rounded off belongs to the rows that were
         most = self._rows_at_a_time(rows.dim, rows.state_dim)
         of = _table.shards(rows.tables, rows.keys, len(self._shards))
@@ -216,8 +220,13 @@ class RemoteStore:
         self._on_every_shard(on_shard)
 
     def erase(self, tables: Sequence[int]) -> None:
+        self._by_format(tables)
         self.flush()
         self._on_every_shard(lambda shard: shard.erase(list(tables)))
+
+    def _by_format(self, tables: Sequence[int]) -> dict[Format, list[int]]:
+        """Refuses a table that there is not before the first of several shards does something."""
+        return tables_by_format(dict(enumerate(self.schemas())), tables)
 
     def _rows_at_a_time(self, dim: int, state_dim: int) -> int:
         return max(1, min(_ROWS_AT_A_TIME, self._max_message_bytes // (4 * (dim + state_dim) + 20)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torchrec.optim.fused import FusedOptimizer
 
 from cache_backend.config import EmbeddingOptimizer
@@ -12,11 +14,17 @@ __all__ = ["HetFusedOptimizer"]
 
 
 class HetFusedOptimizer(FusedOptimizer):
-    """A ``KeyedOptimizer`` without parameters: its one group carries the learning rate, which schedulers and TorchRec's
-    optimizer wrappers (warm-up, say) change as that of any other. The rows' state is saved with the rows."""
+    """A ``KeyedOptimizer`` whose one group carries the learning rate, which schedulers and TorchRec's optimizer
+    wrappers (warm-up, say) change as that of any other. The rows' state is saved with the rows.
 
-    def __init__(self, optimizer: EmbeddingOptimizer) -> None:
-        super().__init__({}, {}, [{"params": [], "lr": optimizer.lr}])
+    Args:
+        tables: names of the rows, such as ``embedding_bags.t1.weight``. Empty tensors stand for them: TorchRec tells
+            the groups of several optimizers apart by the names of their parameters.
+    """
+
+    def __init__(self, optimizer: EmbeddingOptimizer, tables: Sequence[str]) -> None:
+        params = {name: torch.empty(0) for name in tables}
+        super().__init__(params, {}, [{"params": list(params.values()), "lr": optimizer.lr}])
 
     @property
     def lr(self) -> float:

@@ -7,9 +7,9 @@ computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.streamable import Multistreamable
 from typing_extensions import Self
 
-from hetrec.collection import HetCollection
+from cache_backend.config import EmbeddingOptimizer
+from hetrec.collection import HetCollection, StoredTable
 from hetrec.distributed.fused_optimizer import HetFusedOptimizer
+from hetrec.distributed.state_dict import assign_share, part_names, read_share, write_shares
 from hetrec.embedding import HetEmbeddingCollection
 from hetrec.embedding_bag import HetEmbeddingBagCollection
 
@@ -59,20 +61,25 @@ class _ShardedHetCollection(
 ):
     """Args:
     collection: open.
-    optimizer: says the learning rate; rows are stepped in backward.
+    optimizer: trains the rows; they are stepped in backward.
     env: the ranks.
     fqn: the module's name in the model.
     """
 
+    #: What TorchRec's own module calls its tables.
+    TABLES: ClassVar[str]
+
     def __init__(
-        self, collection: HetCollection, optimizer: HetFusedOptimizer, env: ShardingEnv, fqn: str | None
+        self, collection: HetCollection, optimizer: EmbeddingOptimizer, env: ShardingEnv, fqn: str | None
     ) -> None:
         super().__init__()
         self.collection = collection
-        self._optimizer = optimizer
+        self._optimizer = HetFusedOptimizer(
+            optimizer, [f"{self.TABLES}.{name}.weight" for name in collection.table_names()]
+        )
         self._env = env
         self._fqn = fqn
-        collection.step_in_backward(lambda: optimizer.lr)
+        collection.step_in_backward(lambda: self._optimizer.lr)
 
     @property
     def fused_optimizer(self) -> HetFusedOptimizer:
@@ -91,8 +98,69 @@ class _ShardedHetCollection(
     def synchronise(self) -> None:
         """Push what every rank's cache holds back (collective)."""
         self.collection.flush()
+        self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
         if self._env.process_group is not None and self._env.world_size > 1:
             dist.barrier(self._env.process_group)
+
+    def _of_all(self, mine: str) -> list[str]:
+        """What every rank says, by rank."""
+        if self._env.process_group is None or self._env.world_size == 1:
+            return [mine]
+        said: list[str] = [""] * self._env.world_size
+        dist.all_gather_object(said, mine, self._env.process_group)
+        return said
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """This rank's share of the rows (collective)."""
+        self.synchronise()
+        store, tables = self.collection.stored_tables()
+        write_shares(store, tables, self._env.rank, self._env.world_size, destination, f"{prefix}{self.TABLES}")
+        self._wait_for_all()  # whoever goes on training pushes
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Replace all rows of the tables by the shares of all ranks together (collective).
+
+        A table is loaded if every rank's share of it is there and fits, and otherwise left as it is. Batches under way
+        are given up; a pipeline plans anew what it has prefetched.
+        """
+        store, tables = self.collection.stored_tables()
+        within = f"{prefix}{self.TABLES}"
+        loaded: list[tuple[StoredTable, dict[str, Tensor]]] = []
+        for table in tables:
+            errors: list[str] = []
+            share = read_share(table, state_dict, within, missing_keys, errors)
+            error_msgs += errors
+            said = self._of_all("wrong" if errors else "absent" if share is None else "there")
+            if share is not None and set(said) == {"there"}:
+                loaded.append((table, share))
+            elif share is not None or set(said) != {said[self._env.rank]}:
+                others = ", ".join(f"{rank} ({what})" for rank, what in enumerate(said) if what != "there")
+                error_msgs.append(f"{within}.{table.name} is not loaded, because of the state dicts of ranks {others}")
+        if strict:
+            known = {f"{within}.{table.name}.{part}" for table in tables for part in part_names(table)}
+            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
+        if not loaded:
+            return
+        self.collection.reset()
+        store.flush()
+        self._wait_for_all()  # from here on nobody pushes
+        if self._env.rank == 0:
+            store.erase([table.id for table, _ in loaded])
+        self._wait_for_all()
+        for table, share in loaded:
+            assign_share(store, table, share)
+        self._wait_for_all()
 
     def create_context(self) -> HetContext:
         return HetContext()
@@ -122,6 +190,7 @@ class _ShardedHetCollection(
 class ShardedHetEmbeddingBagCollection(_ShardedHetCollection[KeyedTensor]):
     """``HetEmbeddingBagCollection`` under ``DistributedModelParallel``."""
 
+    TABLES = "embedding_bags"
     collection: HetEmbeddingBagCollection
 
     def output_dist(self, ctx: HetContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
@@ -131,6 +200,7 @@ class ShardedHetEmbeddingBagCollection(_ShardedHetCollection[KeyedTensor]):
 class ShardedHetEmbeddingCollection(_ShardedHetCollection[dict[str, JaggedTensor]]):
     """``HetEmbeddingCollection`` under ``DistributedModelParallel``."""
 
+    TABLES = "embeddings"
     collection: HetEmbeddingCollection
 
     def output_dist(self, ctx: HetContext, output: list[Tensor]) -> LazyAwaitable[dict[str, JaggedTensor]]:

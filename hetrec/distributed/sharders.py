@@ -11,7 +11,6 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharde
 from cache_backend.config import CacheConfig, EmbeddingOptimizer
 from cache_backend.store import EmbeddingStore
 from hetrec.collection import HetCollection
-from hetrec.distributed.fused_optimizer import HetFusedOptimizer
 from hetrec.distributed.sharded import ShardedHetEmbeddingBagCollection, ShardedHetEmbeddingCollection
 from hetrec.embedding import HetEmbeddingCollection
 from hetrec.embedding_bag import HetEmbeddingBagCollection
@@ -44,14 +43,14 @@ class HetSharder(ModuleSharder[C], Generic[C]):
         self._optimizer = optimizer if optimizer is not None else EmbeddingOptimizer()
         self._seed = seed
 
-    def _opened(self, collection: C, env: ShardingEnv) -> tuple[C, HetFusedOptimizer]:
+    def _opened(self, collection: C, env: ShardingEnv) -> tuple[C, EmbeddingOptimizer]:
         if env.world_size > 1 and self._store.exclusive:
             raise ValueError(
                 f"{env.world_size} ranks cannot share a {type(self._store).__name__}, which lives in one process; use "
                 "a RemoteStore"
             )
         collection.open(self._store, self._cache, self._optimizer, seed=self._seed, world_size=env.world_size)
-        return collection, HetFusedOptimizer(self._optimizer)
+        return collection, self._optimizer
 
     def shardable_parameters(self, module: C) -> dict[str, nn.Parameter]:
         """None: the rows live on the store. ``hetrec.plan`` plans them, TorchRec's planner cannot."""

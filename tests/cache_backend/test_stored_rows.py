@@ -204,7 +204,7 @@ def test_what_makes_no_sense_is_an_error(make_store: Callable[..., EmbeddingStor
         (StoredRows(3, 1, table, key, clock + 2**48, one), "clocks are 0 to"),
         (StoredRows(3, 1, np.array([unknown, ids[0]], np.int32), np.array([1, 2]), np.zeros(2, np.int64), two),
          "table id 60000 was not opened"),
-        (StoredRows(9, 9, table, key, clock, np.zeros((1, 18), np.float32)), "no table with 9 weights"),
+        (StoredRows(9, 9, table, key, clock, np.zeros((1, 18), np.float32)), "9 weights and 9 optimizer values"),
     ):  # fmt: skip
         with pytest.raises(Exception, match=message):
             store.assign(wrong)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.test_utils.test_model import ModelInput, TestSparseNN
 
+import hetrec
+from cache_backend import CacheConfig, EmbeddingOptimizer, LocalStore
 from hetrec import HetEmbeddingBagCollection
 
 # Two widths, mean and sum, a table of two features, a feature that is empty at times.
@@ -19,6 +23,8 @@ TABLES = [
 ]
 WEIGHTED = [EmbeddingBagConfig(name="w0", embedding_dim=8, num_embeddings=50, feature_names=["g0"])]
 FLOATS = 10
+CPU = torch.device("cpu")
+LR = 0.1
 
 
 def het(tables: list[EmbeddingBagConfig], is_weighted: bool) -> nn.Module:
@@ -79,3 +85,41 @@ def rows_of(collection: HetEmbeddingBagCollection) -> dict[str, torch.Tensor]:
         found[table.name] = collection(keys)[first].detach().clone()
     collection.train(training)
     return found
+
+
+def parallel(
+    optimizer: EmbeddingOptimizer,
+    cache: CacheConfig | None = None,
+    store: LocalStore | None = None,
+    model: nn.Module | None = None,
+) -> DistributedModelParallel:
+    model = model or sparse_nn(het)
+    sharders = [hetrec.HetEmbeddingBagCollectionSharder(store or LocalStore(), cache, optimizer)]
+    return DistributedModelParallel(model, device=CPU, sharders=sharders, plan=hetrec.plan(model, sharders))
+
+
+def collections(model: DistributedModelParallel) -> list[hetrec.HetEmbeddingBagCollection]:
+    sparse = model.module.sparse
+    return [sparse.ebc.collection, sparse.weighted_ebc.collection]
+
+
+def all_rows(model: DistributedModelParallel) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for collection in collections(model):
+        collection.flush()
+        found |= rows_of(collection)
+    return found
+
+
+class Inline:
+    """What the pipelines do, without one."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def progress(self, data: Any) -> torch.Tensor:
+        loss, predictions = self._model(next(data))
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        return predictions

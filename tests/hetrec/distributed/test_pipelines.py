@@ -8,41 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from sparse_nn import TABLES, batches, het, once, rows_of, sparse_nn, stock
+from sparse_nn import CPU, LR, TABLES, Inline, all_rows, batches, collections, het, once, parallel, sparse_nn, stock
 from torch import nn
-from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.test_utils.test_model import ModelInput
 from torchrec.distributed.train_pipeline import EvalPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
 
-import hetrec
 from cache_backend import CacheConfig, EmbeddingOptimizer, ExchangeReply, ExchangeRequest, LocalStore
-
-CPU = torch.device("cpu")
-LR = 0.1
-
-
-def parallel(
-    optimizer: EmbeddingOptimizer,
-    cache: CacheConfig | None = None,
-    store: LocalStore | None = None,
-    model: nn.Module | None = None,
-) -> DistributedModelParallel:
-    model = model or sparse_nn(het)
-    sharders = [hetrec.HetEmbeddingBagCollectionSharder(store or LocalStore(), cache, optimizer)]
-    return DistributedModelParallel(model, device=CPU, sharders=sharders, plan=hetrec.plan(model, sharders))
-
-
-def collections(model: DistributedModelParallel) -> list[hetrec.HetEmbeddingBagCollection]:
-    sparse = model.module.sparse
-    return [sparse.ebc.collection, sparse.weighted_ebc.collection]
-
-
-def all_rows(model: DistributedModelParallel) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for collection in collections(model):
-        collection.flush()
-        found |= rows_of(collection)
-    return found
 
 
 def plain_twin(rows: dict[str, torch.Tensor]) -> nn.Module:
@@ -51,20 +22,6 @@ def plain_twin(rows: dict[str, torch.Tensor]) -> nn.Module:
         for name, bag in collection.embedding_bags.items():
             bag.weight.data.copy_(rows[name])
     return model
-
-
-class Inline:
-    """What the pipelines do, without one."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self._model, self._optimizer = model, optimizer
-
-    def progress(self, data: Any) -> torch.Tensor:
-        loss, predictions = self._model(next(data))
-        self._optimizer.zero_grad()
-        loss.backward()
-        self._optimizer.step()
-        return predictions
 
 
 PIPELINES: list[Callable[..., Any]] = [Inline, TrainPipelineBase, TrainPipelineSparseDist]
