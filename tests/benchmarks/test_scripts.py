@@ -56,6 +56,17 @@ def test_step_under_torchrec(benchmarks: Path, tmp_path: Path) -> None:
     assert all(row["ratio"] > 0 and row["TorchRec ms"] > 0 for row in table["rows"])
 
 
+def test_small_caches_of_node_embeddings(benchmarks: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "misses.png"
+    nowhere = ["--facebook", str(tmp_path)]
+    (table,) = _run(benchmarks / "graph_cache.py", tmp_path, *nowhere, "--plot", str(plot))["tables"]
+    assert [(row["fan-outs"], row["cached %"]) for row in table["rows"]] == [
+        (fanouts, cached) for fanouts in ("2, 2", "10, 10") for cached in (3, 5, 10, 15)
+    ]
+    assert all(0 < row[f"{policy} miss %"] <= 100 for row in table["rows"] for policy in ("lru", "lfu", "lookahead"))
+    assert plot.stat().st_size > 10_000
+
+
 def test_store_latency(benchmarks: Path, tmp_path: Path) -> None:
     (latency,) = _run(benchmarks / "store.py", tmp_path, "--parts", "latency")["tables"]
     assert [row["clients"] for row in latency["rows"]] == [1, 4, 16]
