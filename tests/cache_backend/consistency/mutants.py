@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from rules import TWO_KEYS, Keys, Plan, Push, Rank, Row, Rules, Scope
+from rules import TWO_KEYS, WAY, Keys, Plan, Push, Rank, Row, Rules, Scope
 
 
 class CountsAPushTwice(Rules):
@@ -52,9 +52,16 @@ class RebaseShowsTheServersRow(Rules):
         return row._replace(start=clock, value=value, anchor=clock)
 
 
+class RebaseKeepsTheOldValue(Rules):
+    """The answer brings the clock, and others' updates are never seen."""
+
+    def rebase(self, row: Row, clock: int, value: int, pushed: int) -> Row:
+        return row._replace(start=clock, value=row.value, anchor=clock)
+
+
 class EvictsRowsInUse(Rules):
     def may_leave(self, row: Row) -> bool:
-        return row.place == 0
+        return row.place == WAY
 
 
 class OverwritesTheClock(Rules):
@@ -99,6 +106,7 @@ MUTANTS: list[tuple[type[Rules], Scope, str]] = [
     (RefreshesThoughMoreIsToCome, Scope(staleness=0), "updates held back"),
     (RebaseDropsPending, Scope(), "were made"),
     (RebaseShowsTheServersRow, Scope(), "sees 1 of the 2 updates"),
+    (RebaseKeepsTheOldValue, Scope(), "where the server answered"),
     (EvictsRowsInUse, Scope(keys=2, choices=TWO_KEYS, batches=2), "the row is not there"),
     (OverwritesTheClock, Scope(batches=4), "further apart than 2 x 1"),
     (NeverAsksTheServer, Scope(batches=4), "holds on to key 0"),

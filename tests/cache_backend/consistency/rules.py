@@ -329,7 +329,7 @@ class Rules:
         rank = state.ranks[r]
         plan, *others = rank.ahead
         rows = list(rank.rows)
-        self._commit(rows, plan)
+        self._commit(r, rows, plan)
         rank = rank._replace(rows=tuple(rows), ahead=(plan._replace(reply=()), *others))
         if plan.late:
             rank = self._refresh(state, r, rank, server, self.late_rows_to_fetch(rows, plan.late), settled=True)
@@ -372,18 +372,18 @@ class Rules:
         rank = state.ranks[r]
         rows = list(rank.rows)
         for plan in rank.ahead:
-            self._commit(rows, plan)
+            self._commit(r, rows, plan)
         done = tuple(plan._replace(reply=(), due=()) for plan in rank.ahead)
         rank = rank._replace(rows=tuple(rows), ahead=done, flushes=max(rank.flushes - 1, 0))
         return self._refresh(state, r, rank, server, tuple(k for k, row in enumerate(rows) if row and row.pending))
 
-    def _commit(self, rows: list[Row | None], plan: Plan) -> None:
+    def _commit(self, r: int, rows: list[Row | None], plan: Plan) -> None:
         assert plan.reply is not None
         pushed = {push.key: push.delta for push in plan.push}
         for k, clock, value in plan.reply:
             row = rows[k]
             if row is not None:
-                rows[k] = self.rebase(row, clock, value, pushed.get(k, 0))
+                rows[k] = self._rebased(r, row, clock, value, pushed.get(k, 0))
         for k in plan.due:
             row = rows[k]
             if row is not None:
@@ -405,8 +405,15 @@ class Rules:
         for k in keys:
             row = rows[k]
             assert row is not None
-            rows[k] = self.rebase(row, *server[k], pushed.get(k, 0))
+            rows[k] = self._rebased(r, row, *server[k], pushed.get(k, 0))
         return self._heard(state, r, rank._replace(rows=tuple(rows)), server, keys, settled)
+
+    def _rebased(self, r: int, row: Row, clock: int, value: int, pushed: int) -> Row:
+        after = self.rebase(row, clock, value, pushed)
+        own = ((1 << DIGIT) - 1) << DIGIT * r  # its own updates may be pending as well: see _check_values
+        if after.value & ~own != value & ~own:
+            raise Violation(f"rank {r} sees updates {digits(after.value)} where the server answered {digits(value)}")
+        return after
 
     def _apply_push(self, server: list[tuple[int, int]], pushes: tuple[Push, ...]) -> None:
         for push in pushes:
