@@ -94,6 +94,7 @@ class Cache:
         self.looks_ahead = policy == "lookahead"
         self.stats = CacheStats()
         self._store = store
+        self._asks = not store.exclusive  # whether valid rows are checked at the store
         self._tick = 0  # the number of the batch planned last
         self._uses = 0  # unique rows of all batches planned
         self.reset()
@@ -169,7 +170,7 @@ class Cache:
             self._tick,
             self._uses,
             self.staleness,
-            not self._store.exclusive,
+            self._asks,
         )
         inserted, evicted, bypassed, overflow, unplaced = counts.tolist()
         if unplaced:

@@ -35,6 +35,10 @@ class CacheConfig:
             often is no longer counted, and counts age. ``tiny_lfu``: frequencies outlive eviction and age; a newcomer
             rarer than the row it would replace passes through without a slot. ``lookahead``: ``tiny_lfu`` that
             keeps, before anything else, what the coming batches (``data.lookahead``, at most 64) use soonest.
+        consistency: ``het``: rows are trained in the cache, and replicas drift apart up to the bound. ``bsp``: all
+            ranks' gradients of a step are summed at the store and applied as one optimizer step before any read of the
+            next, as if one process trained on their batches together. Cached rows are then only read, and valid while
+            nobody has stepped them; ``staleness`` and ``prefetch_depth`` have no meaning.
         prefetch_depth: batches whose exchange with the store is under way while the current one computes, as far as
             the loader looks ahead. 0: every exchange is waited for.
     """
@@ -44,6 +48,7 @@ class CacheConfig:
     staleness: int = 100
     table_staleness: dict[str, int] = field(default_factory=dict)
     policy: Literal["lru", "lfu", "light_lfu", "tiny_lfu", "lookahead"] = "lookahead"
+    consistency: Literal["het", "bsp"] = "het"
     prefetch_depth: int = 1
 
     def __post_init__(self) -> None:
@@ -62,6 +67,8 @@ class CacheConfig:
                 raise ValueError(f"cache.table_staleness[{table}] must be 0 or more updates, got {bound}")
         if self.prefetch_depth < 0:
             raise ValueError(f"cache.prefetch_depth must be 0 or more batches, got {self.prefetch_depth}")
+        if self.consistency not in ("het", "bsp"):
+            raise ValueError(f"unknown cache.consistency {self.consistency!r}; available: het, bsp")
         if self.policy not in POLICIES:
             raise ValueError(f"unknown cache.policy {self.policy!r}; available: {', '.join(POLICIES)}")
 

@@ -18,6 +18,7 @@ __all__ = [
     "ExchangeRequest",
     "Fetch",
     "Push",
+    "Share",
     "StoreError",
     "StoreStats",
     "StoredRows",
@@ -138,14 +139,40 @@ class Fetch:
 
 
 @dataclass
+class Share:
+    """One rank's gradients for a synchronous step, a *round*: those of all ranks are summed per row and applied as one
+    optimizer step before any of their requests is answered.
+
+    group: random, the same for the ranks that step together and for their run; number: of the round, 1, 2, ...;
+    rank: of ``ranks``. step float32 (7,): the learning rate and ``EmbeddingOptimizer.settings()``. tables int32 (n,),
+    keys int64 (n,), gradients float32 (n, dim): a row may be there more than once.
+    """
+
+    group: int
+    number: int
+    rank: int
+    ranks: int
+    step: np.ndarray
+    tables: np.ndarray
+    keys: np.ndarray
+    gradients: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return self.step.nbytes + self.tables.nbytes + self.keys.nbytes + self.gradients.nbytes
+
+
+@dataclass
 class ExchangeRequest:
-    """One step's traffic for the tables of one row format: pushes first, then checks and fetches are answered."""
+    """One step's traffic for the tables of one row format: pushes first, then checks and fetches are answered. With
+    ``share`` the answer waits until the round is applied; ``push`` is empty then."""
 
     dim: int
     state_dim: int
     push: Push
     check: Check
     fetch: Fetch
+    share: Share | None = None
     #: What a store keeps with a request, so that the same one, given again after a failure, is not applied twice.
     prepared: Any = field(default=None, repr=False)
 
@@ -156,11 +183,12 @@ class ExchangeRequest:
     @property
     def nbytes(self) -> int:
         """Payload, before any encoding."""
-        return self.push.nbytes + self.check.nbytes + self.fetch.nbytes
+        share = 0 if self.share is None else self.share.nbytes
+        return share + self.push.nbytes + self.check.nbytes + self.fetch.nbytes
 
     @property
     def is_empty(self) -> bool:
-        return not (len(self.push.keys) or len(self.check.keys) or len(self.fetch.keys))
+        return self.share is None and not (len(self.push.keys) or len(self.check.keys) or len(self.fetch.keys))
 
 
 @dataclass
@@ -245,7 +273,8 @@ class EmbeddingStore(Protocol):
         """Pushes, validity checks and fetches, together. A request that failed may be given again: it is applied once.
 
         Raises:
-            StoreError: the store cannot be reached, or lost its rows.
+            StoreError: the store cannot be reached, or lost its rows; or a round waited in vain for other ranks.
+            ValueError: ranks that share a round do not agree about it.
         """
         ...
 

@@ -17,6 +17,7 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cache_backend import ops
+from cache_backend.bsp import RankGroup, SynchronousCache
 from cache_backend.cache import WINDOW, Cache, CachePlan, UniqueRows
 from cache_backend.config import CacheConfig, EmbeddingOptimizer
 from cache_backend.interrupts import uninterrupted
@@ -24,6 +25,7 @@ from cache_backend.stats import CacheStats
 from cache_backend.store import EmbeddingStore, ExchangeReply, TableSchema
 from hetrec.exchanges import Exchanges, Replies
 from hetrec.features import Bags, FeatureGroup, check_features
+from hetrec.rank_group import ranks_of_this_run
 
 __all__ = ["HetCollection", "StoredTable"]
 
@@ -115,6 +117,7 @@ class HetCollection(nn.Module):
         self._begun: list[_BatchPlan] = []  # since the last step; the last one is the current batch
         self._ahead: deque[_BatchPlan] = deque()  # planned, not yet begun, in the order in which they will be
         self._in_view: deque[_Inputs] = deque()  # revealed to the caches, not yet planned: those that follow
+        self._coming: KeyedJaggedTensor | None = None  # the batch after the current one, where it is known
 
     def __getstate__(self) -> dict[str, Any]:
         if self.is_open:
@@ -138,6 +141,7 @@ class HetCollection(nn.Module):
         seed: int = 0,
         world_size: int = 1,
         expected_rows: Mapping[str, int] | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         """Declare the tables at the store and create the caches.
 
@@ -145,6 +149,8 @@ class HetCollection(nn.Module):
             seed: of the initial rows; with the table's name it decides them.
             world_size: ranks; gradients are divided by it, as DDP's mean does.
             expected_rows: about how many keys tables without a size will see; ``cache.fraction`` is a share of these.
+            ranks: for ``cache.consistency`` bsp, who steps together. None: the ranks of ``torch.distributed``, which
+                all must be here, or this process alone.
 
         Raises:
             RuntimeError: already open.
@@ -164,6 +170,9 @@ class HetCollection(nn.Module):
         for table in self._tables:
             by_dim.setdefault(table.embedding_dim, []).append(table)
         capacity = _capacity(by_dim, cache, expected_rows or {})
+        self._synchronous = cache.consistency == "bsp"
+        if self._synchronous and ranks is None:
+            ranks = ranks_of_this_run(world_size)
         for dim, tables in by_dim.items():
             readers = [(table, name) for table in tables for name in table.feature_names]
             features = FeatureGroup(
@@ -173,12 +182,14 @@ class HetCollection(nn.Module):
                 [table.num_embeddings for table, _ in readers],
                 self._means([table for table, _ in readers]),
             )
-            self._groups.append(
-                _Group(
-                    features,
-                    Cache(capacity[dim], dim, optimizer, store, cache.staleness, cache.policy, cache.table_staleness),
-                )
-            )
+            rows = capacity[dim]
+            made: Cache
+            if self._synchronous:
+                assert ranks is not None
+                made = SynchronousCache(rows, dim, optimizer, store, ranks, cache.policy)
+            else:
+                made = Cache(rows, dim, optimizer, store, cache.staleness, cache.policy, cache.table_staleness)
+            self._groups.append(_Group(features, made))
         self._stored_tables = [
             StoredTable(
                 table.name,
@@ -192,7 +203,7 @@ class HetCollection(nn.Module):
         self._store = store
         self._exchanges = Exchanges(store)
         self._scale = 1.0 / world_size
-        self._prefetch_depth = cache.prefetch_depth
+        self._prefetch_depth = 0 if self._synchronous else cache.prefetch_depth
         self._looks_ahead = any(group.cache.looks_ahead for group in self._groups)
         self._wait_s = 0.0
 
@@ -222,6 +233,7 @@ class HetCollection(nn.Module):
         self._commit(plan)
         self._settle(plan)
         self._begun.append(self._ahead.popleft())
+        self._coming = upcoming[0] if upcoming else None
         for i, coming in enumerate(upcoming[: self._prefetch_depth]):
             if i == len(self._ahead):
                 self._ahead.append(self._plan(coming))
@@ -252,6 +264,9 @@ class HetCollection(nn.Module):
         begun, self._begun = self._begun, []
         for i in range(len(self._groups)):
             self._step_group(i, begun, lr)
+        if self._synchronous and self._coming is not None and not self._ahead:
+            # Not earlier: the request carries this step's gradients, and its answer is of after the step.
+            self._ahead.append(self._plan(self._coming))
 
     def step_in_backward(self, lr: Callable[[], float]) -> None:
         """From now on backward applies each batch's gradients as it makes them, as TorchRec's fused optimizers do.
@@ -428,8 +443,8 @@ class HetCollection(nn.Module):
             for grad in part.grads:
                 slots.append(part.cache.slots)
                 grads.append(ops.bag_grad(grad, rows.order, rows.splits, *part.bags, cache.dim, self._scale))
-        if not grads:
-            return
+        slots.append(torch.empty(0, dtype=torch.int64))  # a batch without rows, or without a gradient, steps too
+        grads.append(torch.empty(0, cache.dim))
         distinct, inverse = torch.unique(torch.cat(slots), return_inverse=True)
         total = torch.zeros(distinct.numel(), cache.dim).index_add_(0, inverse, torch.cat(grads))
         cache.update_rows(distinct, total, lr)

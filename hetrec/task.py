@@ -330,5 +330,7 @@ class _FlushWhenInterrupted(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         assert isinstance(pl_module, HetTask)
+        if pl_module._cache.consistency == "bsp":
+            return  # nothing is held back but a step that the other ranks may not take any more
         if isinstance(exception, (KeyboardInterrupt, SIGTERMException)) and pl_module.embeddings.is_open:
             pl_module.embeddings.close()

@@ -21,10 +21,10 @@ from typing import Any
 
 from cache_backend.server.errors import LogError, LogFailed
 
-__all__ = ["ASSIGN", "ERASE", "PUSH", "TABLES", "Log", "Segment"]
+__all__ = ["ASSIGN", "ERASE", "PUSH", "ROUND", "TABLES", "Log", "Segment"]
 
 SEGMENT, COMMIT, TABLES, PUSH = b"S", b"C", b"T", b"P"
-ASSIGN, ERASE = b"A", b"E"
+ROUND, ASSIGN, ERASE = b"R", b"A", b"E"
 _FORMAT = 2
 _HEAD = struct.Struct("<II")
 _COMMIT_MARK = bytes.fromhex("6865747265632d636f6d6d69740a8100")

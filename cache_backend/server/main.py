@@ -69,6 +69,7 @@ def _serve(options: Options) -> int:
         print(f"hetrec-ps: metrics on http://{options.host}:{metrics_port}/metrics", file=sys.stderr, flush=True)
     print(f"hetrec-ps: shard {shard.index}/{shard.count} serving on {address}", flush=True)
     stop.wait()
+    shard.rounds.stop()
     streams.drain(_DRAIN_S)
     status = 1 if failures else 0
     if storage is not None and not failures:

@@ -16,13 +16,14 @@ import pyarrow as pa
 import pyarrow.flight as fl
 
 from cache_backend.flight import EXCHANGE, FRAME_SCHEMA, PROTOCOL_VERSION, batch_of, frame_of
+from cache_backend.rounds import RoundIncomplete
 from cache_backend.row_batches import batch_of_rows, rows_of_batch, rows_schema
 from cache_backend.server.errors import LogFailed, Unavailable, WrongGeneration
 from cache_backend.server.limits import Streams
 from cache_backend.server.metrics import Metrics
 from cache_backend.server.options import Options
 from cache_backend.server.security import tls_arguments, token_middleware
-from cache_backend.server.shard import Shard
+from cache_backend.server.shard import Shard, SharePart
 from cache_backend.store import StoredRows, TableSchema
 
 __all__ = ["Service"]
@@ -62,11 +63,12 @@ class Service(fl.FlightServerBase):
             if descriptor.command != EXCHANGE.command:
                 raise ValueError(f"unknown exchange {descriptor.command!r}; there is {EXCHANGE.command!r}")
             begun = False
+            parts: list[SharePart] = []
             for chunk in reader:
                 start = time.perf_counter()
                 frame = self._frame(chunk.data)
                 with self._streams.work():
-                    done = self._shard.exchange(frame)
+                    done = self._shard.exchange(frame, parts)
                     if not begun:
                         writer.begin(FRAME_SCHEMA)
                         begun = True
@@ -203,6 +205,9 @@ class Service(fl.FlightServerBase):
         except Unavailable as error:
             self._metrics.error("unavailable")
             raise fl.FlightUnavailableError(str(error)) from None
+        except RoundIncomplete as error:
+            self._metrics.error("round")
+            raise fl.FlightTimedOutError(str(error), extra_info=b"round") from None
         except WrongGeneration as error:
             self._metrics.error("generation")
             raise fl.FlightServerError(str(error), extra_info=b"generation") from None

@@ -16,6 +16,7 @@ from cache_backend._table import (
     Request,
     answer,
     apply_push,
+    apply_round,
     check_tables,
     encoded_row_bytes,
     parse_request,
@@ -23,6 +24,7 @@ from cache_backend._table import (
     shards,
 )
 from cache_backend.groups import Format, declare, new_groups, tables_by_format
+from cache_backend.rounds import Rounds
 from cache_backend.row_batches import pack_rows
 from cache_backend.server.errors import WrongGeneration
 from cache_backend.server.sessions import Sessions
@@ -34,6 +36,10 @@ __all__ = ["Exchanged", "Journal", "Shard"]
 
 MAX_TABLES = 1 << 16
 _EXPORT_ROWS = 1 << 16  # at a time
+_MOST_WAIT_S = 600.0
+
+#: A frame of a share, and what the log keeps of it.
+SharePart = tuple[Request, np.ndarray]
 
 
 class Journal(Protocol):
@@ -48,6 +54,10 @@ class Journal(Protocol):
         ...
 
     def append_erase(self, tables: list[int], worker: int, session: int, sequence: int) -> int: ...
+
+    def append_round(self, frames: Sequence[np.ndarray]) -> int:
+        """All shares of a round, in the order in which their gradients were summed."""
+        ...
 
     @property
     def last(self) -> int:
@@ -92,6 +102,7 @@ class Shard:
         self.groups: dict[Format, EmbeddingTable] = {}
         self.journal: Journal | None = None
         self.lock = threading.Lock()
+        self.rounds = Rounds(self.lock)
         self._max_rows = max_rows
         self._max_message_bytes = max_message_bytes
 
@@ -144,11 +155,16 @@ class Shard:
             opened.append((table, have))
         return opened
 
-    def exchange(self, frame: np.ndarray) -> Exchanged:
+    def exchange(self, frame: np.ndarray, parts: list[SharePart] | None = None) -> Exchanged:
         """Apply a request's pushes, unless that was done before, and answer it. Returns once they are durable.
+
+        Args:
+            parts: of a rank's share for a round, from the frames before in this stream; kept from call to call.
+                None: there are none.
 
         Raises:
             ValueError: a malformed frame (WireError), or a request beyond the limits; nothing has changed.
+            RoundIncomplete: other ranks' shares did not come in time.
             WrongGeneration: the client relies on a state that this shard does not have.
         """
         request = parse_request(frame, self._max_rows)
@@ -157,9 +173,20 @@ class Shard:
         self._check_reply_size(request)
         check_tables(table, request)
         duplicate, change = False, None
-        if request.pushes:
+        if request.round is not None:
+            if request.round.more and (request.checks or request.fetches):
+                raise ValueError("checks and fetches come with the last frame of a share")
+            parts = [] if parts is None else parts
+            parts.append((request, frame if self.journal is None else push_part(request, frame)))
+            if not request.round.more:
+                share = parts[:]
+                parts.clear()
+                duplicate, change = self._step(share)
+        elif parts:
+            raise ValueError("the frames of a share follow each other, without others between them")
+        elif request.pushes:
             duplicate, change = self._push(request, frame)
-            table = self._group(request.dim, request.state_dim)
+        table = self._group(request.dim, request.state_dim)
         reply = answer(table, request, self.generation)
         if change is not None and self.journal is not None:
             self.journal.wait(change)
@@ -268,6 +295,28 @@ class Shard:
             apply_push(self._group(request.dim, request.state_dim), request, self.clock)
             self.sessions.mark(key, request.sequence, time.monotonic())
             return False, None if self.journal is None else self.journal.append_push(record)
+
+    def _step(self, share: list[SharePart]) -> tuple[bool, int | None]:
+        """Wait until the round of this share is applied, with it. True: it had been before."""
+        last = share[-1][0]
+        rounds = [request.round for request, _ in share]
+        if len({(r.group, r.number, r.rank, r.ranks, r.step.tobytes()) for r in rounds}) > 1:
+            raise ValueError("the frames of a share are of different rounds")
+        if any((request.dim, request.state_dim) != (last.dim, last.state_dim) for request, _ in share):
+            raise ValueError("the frames of a share are about different row formats")
+
+        def apply(shares: Sequence[list[SharePart]]) -> None:
+            parts = [part for each in shares for part in each]
+            apply_round(self._group(last.dim, last.state_dim), [request for request, _ in parts])
+            if self.journal is not None:
+                self.journal.append_round([record for _, record in parts])
+
+        mine = rounds[-1]
+        key = mine.group, last.dim, last.state_dim
+        wait_s = min(mine.wait_ms / 1000, _MOST_WAIT_S)
+        new = self.rounds.add(key, mine.number, mine.rank, mine.ranks, mine.step, share, apply, wait_s)
+        # Whoever completed the round logged it; it may still be on its way to the disk.
+        return not new, None if self.journal is None else self.journal.last
 
     def _group(self, dim: int, state_dim: int) -> EmbeddingTable:
         try:

@@ -10,17 +10,18 @@ import fcntl
 import json
 import os
 import shutil
+import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from cache_backend._table import EmbeddingTable, apply_push, parse_request
+from cache_backend._table import EmbeddingTable, apply_push, apply_round, parse_request
 from cache_backend.groups import Format, declare, new_groups, tables_by_format
 from cache_backend.row_batches import unpack_rows
 from cache_backend.server.cut import CutTable
@@ -29,6 +30,7 @@ from cache_backend.server.log import (
     ASSIGN,
     ERASE,
     PUSH,
+    ROUND,
     TABLES,
     Log,
     Segment,
@@ -45,6 +47,7 @@ __all__ = ["ExitSnapshot", "Folder", "LogStorage"]
 
 _FORMAT = 2
 _ANY_ROWS = (1 << 64) - 1
+_FRAME_SIZE = struct.Struct("<Q")
 
 
 class Folder:
@@ -139,6 +142,7 @@ def _load(shard: Shard, folder: Folder, state: dict[str, Any]) -> None:
     """Bring a shard to the state that the folder's description names, without the log."""
     shard.generation = state["generation"]
     shard.sessions.load(state["sessions"], time.monotonic())
+    shard.rounds.load(state["rounds"])
     for table in state["tables"]:
         number = table.pop("id")
         shard.schemas[number] = TableSchema(**table)
@@ -192,6 +196,7 @@ class ExitSnapshot:
                 "base": base,
                 "tables": shard.table_schemas(),
                 "sessions": shard.sessions.dump(),
+                "rounds": shard.rounds.dump(),
             }
         )
         remove(self._folder.others(base, 0))
@@ -255,6 +260,12 @@ class LogStorage:
             self._due.set()
         return self._log.append(kind, payload)
 
+    def append_round(self, frames: Sequence[np.ndarray]) -> int:
+        pieces: list[Any] = []
+        for frame in frames:
+            pieces += [_FRAME_SIZE.pack(frame.nbytes), frame.data]
+        return self._append(ROUND, b"".join(pieces))
+
     @property
     def last(self) -> int:
         return self._log.last
@@ -291,7 +302,7 @@ class LogStorage:
             segment = self._log.rotate()
             change, replaced = self._log.last, self._replaced
             schemas, groups = dict(shard.schemas), dict(shard.groups)
-            tables, sessions = shard.table_schemas(), shard.sessions.dump()
+            tables, sessions, rounds = shard.table_schemas(), shard.sessions.dump(), shard.rounds.dump()
 
         def last_change() -> int:
             if len(shard.schemas) != len(schemas) or self._replaced != replaced:
@@ -308,7 +319,7 @@ class LogStorage:
             if self._replaced != replaced:  # by a restore, which wrote a snapshot of its own
                 others = [self._folder.path / base]
             else:
-                self._describe(base, segment, change, changes, tables, sessions)
+                self._describe(base, segment, change, changes, tables, sessions, rounds)
                 others = self._folder.others(base, segment)
         remove(others)
 
@@ -347,6 +358,7 @@ class LogStorage:
         cuts: dict[str, list[int]],
         tables: list[dict[str, Any]] | None = None,
         sessions: list[list[int]] | None = None,
+        rounds: list[list[int]] | None = None,
     ) -> None:
         shard = self._shard
         self._folder.write_current(
@@ -358,6 +370,7 @@ class LogStorage:
                 "cuts": cuts,
                 "tables": shard.table_schemas() if tables is None else tables,
                 "sessions": shard.sessions.dump() if sessions is None else sessions,
+                "rounds": shard.rounds.dump() if rounds is None else rounds,
             }
         )
         self._log.forget_before()
@@ -367,7 +380,7 @@ class LogStorage:
     def _refuse_orphans(self) -> None:
         for segment in segments_in(self._folder.path):
             path = segment_path(self._folder.path, segment)
-            if any(kind in (TABLES, PUSH) for kind, _, _ in Segment(path).records(is_last=True)):
+            if any(kind in (TABLES, PUSH, ROUND) for kind, _, _ in Segment(path).records(is_last=True)):
                 raise StorageError(f"{path} is a log, but {self._folder.current} is absent: restore that file")
             path.unlink()
 
@@ -425,6 +438,11 @@ class LogStorage:
             for row_format, ids in tables_by_format(shard.schemas, note["tables"]).items():
                 shard.groups[row_format].erase(np.array(ids, np.int32), _held(cuts, row_format, change))
             shard.sessions.mark((note["worker"], note["session"]), note["sequence"], time.monotonic())
+        elif kind == ROUND:
+            requests = [parse_request(frame, _ANY_ROWS) for frame in _frames(payload)]
+            row_format = requests[0].dim, requests[0].state_dim
+            apply_round(shard.groups[row_format], requests, _held(cuts, row_format, change))
+            shard.rounds.mark((requests[0].round.group, *row_format), requests[0].round.number)
         else:
             raise LogError(f"{where} is of an unknown kind {kind!r}; a newer release wrote it")
 
@@ -435,3 +453,13 @@ def _held(cuts: dict[str, np.ndarray], row_format: Format, change: int) -> np.nd
     cut = cuts.get("{}x{}".format(*row_format))
     held = None if cut is None else cut >= change
     return None if held is None or not held.any() else held.view(np.uint8)
+
+
+def _frames(payload: memoryview) -> Iterator[np.ndarray]:
+    """The frames of a round's record: each after its size."""
+    at = 0
+    while at < len(payload):
+        (size,) = _FRAME_SIZE.unpack_from(payload, at)
+        at += _FRAME_SIZE.size
+        yield np.frombuffer(payload[at : at + size], np.uint8)
+        at += size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -11,13 +12,15 @@ import numpy as np
 from cache_backend._table import EmbeddingTable
 from cache_backend.groups import Format, declare, new_groups, tables_by_format
 from cache_backend.interrupts import uninterrupted
+from cache_backend.rounds import Rounds
 from cache_backend.snapshot import read_snapshot, write_snapshot
-from cache_backend.store import ExchangeReply, ExchangeRequest, Fetch, StoredRows, StoreStats, TableSchema
+from cache_backend.store import ExchangeReply, ExchangeRequest, Fetch, Share, StoredRows, StoreStats, TableSchema
 from cache_backend.stored import bucket_range, stored_rows
 
 __all__ = ["LocalStore"]
 
 _ROWS_AT_A_TIME = 1 << 16
+_WAIT_S = 60.0  # for the shares of other ranks, which are threads here
 
 
 class LocalStore:
@@ -37,6 +40,7 @@ class LocalStore:
         self._clock = clock
         self._schemas: list[TableSchema] = []
         self._groups: dict[Format, EmbeddingTable] = {}
+        self._rounds = Rounds(threading.Lock())
 
     def open(self, schemas: Sequence[TableSchema]) -> list[int]:
         known = {schema.name: i for i, schema in enumerate(self._schemas)}
@@ -56,6 +60,8 @@ class LocalStore:
     def exchange(self, request: ExchangeRequest) -> ExchangeReply:
         table = self._group(request.dim, request.state_dim)
         push, check, fetch = request.push, request.check, request.fetch
+        if request.share is not None:
+            self._step(table, request, request.share)
         if request.prepared is None:
             with uninterrupted():  # a request given again, after Ctrl-C say, is answered and not applied again
                 table.push(push.tables, push.keys, push.starts, push.clocks, push.deltas, self._clock)
@@ -76,6 +82,14 @@ class LocalStore:
             bytes_sent=request.nbytes,
             bytes_received=received,
         )
+
+    def _step(self, table: EmbeddingTable, request: ExchangeRequest, share: Share) -> None:
+        def apply(shares: Sequence[Share]) -> None:
+            tables, keys = (np.concatenate([getattr(s, name) for s in shares]) for name in ("tables", "keys"))
+            table.step(tables, keys, np.concatenate([s.gradients for s in shares]), share.step)
+
+        key = share.group, request.dim, request.state_dim
+        self._rounds.add(key, share.number, share.rank, share.ranks, share.step, share, apply, _WAIT_S)
 
     def read(self, dim: int, state_dim: int, rows: Fetch) -> tuple[np.ndarray, np.ndarray]:
         values, _, fresh = _fetch(self._group(dim, state_dim), rows)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from cache_backend import _table
-from cache_backend.store import Check, ExchangeReply, ExchangeRequest, Fetch, Push
+from cache_backend.store import Check, ExchangeReply, ExchangeRequest, Fetch, Push, Share
 
 __all__ = ["Answer", "Piece", "Pieces"]
 
@@ -47,7 +47,8 @@ class Piece:
     """What travels in one frame: these pushes, checks and fetches of the whole request.
 
     ``size``: bytes of its frame or its reply, at most. ``sequence``: its number at the shard, 0 until it has one.
-    ``frame``: as it was sent, until it is answered.
+    ``frame``: as it was sent, until it is answered. ``share``: these rows of the request's share; None: no part of it.
+    ``before``: the pieces with the rows before these, which are answered when this one is.
     """
 
     pushes: Rows
@@ -57,6 +58,9 @@ class Piece:
     sequence: int = 0
     frame: np.ndarray | None = None
     answered: bool = False
+    share: Rows | None = None
+    more: bool = False  # of the share, in the next piece
+    before: list[Piece] = field(default_factory=list)
 
 
 class Pieces:
@@ -84,8 +88,10 @@ class Pieces:
         for piece in self.of_shard[shard]:
             if piece.answered:
                 continue
-            if some and (
-                len(some) == _MOST_UNDER_WAY or sum(p.size for p in some) + piece.size > _MOST_BYTES_UNDER_WAY
+            if (
+                some
+                and not some[-1].more
+                and (len(some) == _MOST_UNDER_WAY or sum(p.size for p in some) + piece.size > _MOST_BYTES_UNDER_WAY)
             ):
                 yield some
                 some = []
@@ -117,9 +123,39 @@ class Pieces:
         )
         return frame
 
+    def encode_share(self, piece: Piece, **header: Any) -> np.ndarray:
+        """The frame of a piece with rows of the share; ``header``: the rest of ``_table.encode_share``'s arguments."""
+        share, check, fetch = self.request.share, self.request.check, self.request.fetch
+        s, c, f = piece.share, piece.checks, piece.fetches
+        assert share is not None
+        frame: np.ndarray = _table.encode_share(
+            dim=self.request.dim,
+            state_dim=self.request.state_dim,
+            group=share.group,
+            number=share.number,
+            rank=share.rank,
+            ranks=share.ranks,
+            more=piece.more,
+            step=share.step,
+            push_tables=share.tables[s],
+            push_keys=share.keys[s],
+            gradients=share.gradients[s],
+            check_tables=check.tables[c],
+            check_keys=check.keys[c],
+            check_clocks=check.clocks[c],
+            check_staleness=check.staleness[c],
+            fetch_tables=fetch.tables[f],
+            fetch_keys=fetch.keys[f],
+            **header,
+        )
+        return frame
+
     def take(self, piece: Piece, answer: Answer) -> None:
         """A piece was answered."""
-        piece.answered, piece.frame = True, None
+        if piece.more:
+            return  # the server keeps a share only while its last piece waits: until then all of it may be sent again
+        for each in (*piece.before, piece):
+            each.answered, each.frame = True, None
         a = answer
         with self._lock:
             if self._reply is None and piece.fetches is _ALL:
@@ -159,9 +195,13 @@ class Pieces:
 
 
 def _split(request: ExchangeRequest, shards: int, row_bytes: int, max_bytes: int) -> list[list[Piece]]:
-    """A shard without rows gets no piece."""
+    """A shard without rows gets no piece, unless it waits for a share."""
     if request.is_empty:
         return [[] for _ in range(shards)]
+    if request.share is not None:
+        others = _split(replace(request, share=None), shards, row_bytes, max_bytes)
+        rows = _divided(request.share, shards)
+        return [_after(_share(rows[i], request, max_bytes), others[i], max_bytes) for i in range(shards)]
     push, check, fetch = request.push, request.check, request.fetch
     travelling = max(len(push.keys), len(fetch.keys)) * row_bytes
     each = min(max(travelling // (shards * _PIECE_BYTES), 1), _MOST_PIECES)
@@ -176,7 +216,26 @@ def _split(request: ExchangeRequest, shards: int, row_bytes: int, max_bytes: int
     ]
 
 
-def _divided(rows: Push | Check | Fetch, parts: int) -> list[np.ndarray]:
+def _share(rows: np.ndarray, request: ExchangeRequest, max_bytes: int) -> list[Piece]:
+    """These rows of the share, in pieces that follow each other; at least one, for an empty share is one too."""
+    row, none = 4 * request.dim + _NAME_BYTES, slice(0, 0)
+    step = max(1, max_bytes // row)
+    parts = [rows[i : i + step] for i in range(0, max(1, len(rows)), step)]
+    pieces = [Piece(none, none, none, row * len(part), share=part, more=True) for part in parts]
+    pieces[-1].more, pieces[-1].before = False, pieces[:-1]
+    return pieces
+
+
+def _after(share: list[Piece], others: list[Piece], max_bytes: int) -> list[Piece]:
+    """The others behind the share, the first of them in one frame with its end where it fits."""
+    if others and share[-1].size + others[0].size <= max_bytes:
+        end, first = share[-1], others[0]
+        end.checks, end.fetches, end.size = first.checks, first.fetches, end.size + first.size
+        others = others[1:]
+    return share + others
+
+
+def _divided(rows: Push | Check | Fetch | Share, parts: int) -> list[np.ndarray]:
     """Places of the rows of each part, ascending."""
     part = _table.shards(rows.tables, rows.keys, parts)
     ends = np.cumsum(np.bincount(part, minlength=parts))

@@ -61,7 +61,8 @@ class RemoteStore:
     Args:
         addresses: one per shard, in the order of the shards: ``grpc://host:port``, or ``grpc+tls://host:port``.
         push_codec: how pending deltas travel: ``fp32``, ``fp16``, ``bf16``, or ``int8`` with a scale a row. What a
-            lossy codec rounds off is kept and sent with the row's next push.
+            lossy codec rounds off is kept and sent with the row's next push. Gradients of synchronous steps travel as
+            ``fp32``.
         fetch_codec: how rows travel back. Evaluation always reads ``fp32``.
         timeout_s: how long one call may take.
         retry_s: how long a shard that does not answer is tried again before the run ends with an error.
@@ -329,24 +330,28 @@ class _Shard:
             self._sequence += 1
             piece.sequence = self._sequence
         request = pieces.request
+        header: dict[str, Any] = {
+            "worker": self._worker,
+            "session": self._session,
+            "sequence": piece.sequence,
+            "generation": self._generation,
+            "fetch_codec": fetch_codec,
+        }
+        if piece.share is not None:
+            # The server ends the wait before the call's deadline does, so that it can say which rank it waits for.
+            wait_ms = int(1000 * self._connection.timeout_s / 2)
+            piece.frame = pieces.encode_share(piece, **header, push_codec=CODECS["fp32"], wait_ms=wait_ms)
+            return piece.frame
         lossy = push_codec != CODECS["fp32"] and len(request.push.keys) > 0
-        piece.frame = pieces.encode(
-            piece,
-            worker=self._worker,
-            session=self._session,
-            sequence=piece.sequence,
-            generation=self._generation,
-            push_codec=push_codec,
-            fetch_codec=fetch_codec,
-            residuals=self.residuals.of(request.dim, request.state_dim) if lossy else None,
-        )
+        residuals = self.residuals.of(request.dim, request.state_dim) if lossy else None
+        piece.frame = pieces.encode(piece, **header, push_codec=push_codec, residuals=residuals)
         return piece.frame
 
     def _take(self, pieces: Pieces, piece: Piece, reply: np.ndarray) -> None:
         generation, answered, rows, clocks, fresh, lags, stale, stale_rows, stale_clocks = _table.decode_reply(reply)
         if answered != piece.sequence or generation != self._generation:
             raise StoreError(f"{self.address} answered request {answered} instead of {piece.sequence}")
-        sent = 0 if piece.frame is None else piece.frame.nbytes
+        sent = sum(each.frame.nbytes for each in (*piece.before, piece) if each.frame is not None)
         answer = Answer(rows, clocks, fresh, lags, stale, stale_rows, stale_clocks, sent, reply.nbytes)
         pieces.take(piece, answer)
 
@@ -455,6 +460,11 @@ class _Shard:
             except _TRANSIENT as error:
                 self._disconnect()  # a new connection next time: the address may lead to another process now
                 if time.monotonic() + pause > give_up:
+                    if error.extra_info == b"round":
+                        raise StoreError(
+                            f"shard {self.number} at {self.address}: {_first_line(error)}, for "
+                            f"{self._connection.retry_s:g} s now: it ended, or takes longer than store.retry_s"
+                        ) from error
                     raise StoreError(
                         f"shard {self.number} at {self.address} did not answer for {self._connection.retry_s:g} s: "
                         f"{_first_line(error)}. Start it again, or raise store.retry_s"

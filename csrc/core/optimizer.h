@@ -75,16 +75,16 @@ HETREC_HD void shape_gradient(float* __restrict__ grad, const float* __restrict_
   }
 }
 
-// Where a cached row lies: the values [weights | state] and, beside them, the pending deltas of the same shape.
+// Where a row lies: the values [weights | state] and, of a cached row, the pending deltas of the same shape.
 struct RowRef {
   float* __restrict__ weight;
   float* __restrict__ state;
-  float* __restrict__ weight_delta;
-  float* __restrict__ state_delta;
+  float* __restrict__ weight_delta = nullptr;
+  float* __restrict__ state_delta = nullptr;
 };
 
-// `grad` has `dim` values, and is altered. The same change goes into the value and into the pending delta.
-template <Optimizer kOptimizer>
+// `grad` has `dim` values, and is altered. kPending: the same change goes into the pending delta.
+template <Optimizer kOptimizer, bool kPending>
 HETREC_HD void step_row(const RowRef& row, float* __restrict__ grad, int64_t dim, float lr,
                         const OptimizerSettings& settings) {
   shape_gradient<kOptimizer>(grad, row.weight, dim, settings);
@@ -94,34 +94,33 @@ HETREC_HD void step_row(const RowRef& row, float* __restrict__ grad, int64_t dim
     for (int64_t d = 0; d < dim; ++d) {
       const float change = -lr * grad[d];
       row.weight[d] += change;
-      row.weight_delta[d] += change;
+      if constexpr (kPending) row.weight_delta[d] += change;
     }
   } else if constexpr (kOptimizer == Optimizer::kAdagrad) {
 #pragma omp simd
     for (int64_t d = 0; d < dim; ++d) {
       const float square = grad[d] * grad[d];
       row.state[d] += square;
-      row.state_delta[d] += square;
+      if constexpr (kPending) row.state_delta[d] += square;
       const float change = -lr * grad[d] / (sqrtf(row.state[d]) + eps);
       row.weight[d] += change;
-      row.weight_delta[d] += change;
+      if constexpr (kPending) row.weight_delta[d] += change;
     }
   } else if constexpr (kOptimizer == Optimizer::kRowwiseAdagrad) {
     const float mean = sum_of_squares(grad, dim) / static_cast<float>(dim);
     row.state[0] += mean;
-    row.state_delta[0] += mean;
+    if constexpr (kPending) row.state_delta[0] += mean;
     const float scale = -lr / (sqrtf(row.state[0]) + eps);
 #pragma omp simd
     for (int64_t d = 0; d < dim; ++d) {
       const float change = scale * grad[d];
       row.weight[d] += change;
-      row.weight_delta[d] += change;
+      if constexpr (kPending) row.weight_delta[d] += change;
     }
   } else {
     float* __restrict__ m = row.state, * __restrict__ v = row.state + dim, *t = row.state + 2 * dim;
-    float* __restrict__ m_delta = row.state_delta, * __restrict__ v_delta = row.state_delta + dim;
     *t += 1.f;
-    row.state_delta[2 * dim] += 1.f;
+    if constexpr (kPending) row.state_delta[2 * dim] += 1.f;
     // 1 - beta^t, without losing the digits that the subtraction would.
     const float correction1 = -expm1f(*t * logf(settings.beta1)), correction2 = -expm1f(*t * logf(settings.beta2));
     const float one_minus_beta1 = 1.f - settings.beta1, one_minus_beta2 = 1.f - settings.beta2;
@@ -129,16 +128,16 @@ HETREC_HD void step_row(const RowRef& row, float* __restrict__ grad, int64_t dim
     for (int64_t d = 0; d < dim; ++d) {
       const float m_change = one_minus_beta1 * (grad[d] - m[d]);
       m[d] += m_change;
-      m_delta[d] += m_change;
+      if constexpr (kPending) row.state_delta[d] += m_change;
       // A row that came back with deltas of others, and was rebased, may hold a v below 0.
       const float v_before = v[d] > 0.f ? v[d] : 0.f;
       const float v_after = v_before + one_minus_beta2 * (grad[d] * grad[d] - v_before);
-      v_delta[d] += v_after - v[d];
+      if constexpr (kPending) row.state_delta[dim + d] += v_after - v[d];
       v[d] = v_after;
       const float step = m[d] / correction1 / (sqrtf(v_after / correction2) + eps);
       const float change = -lr * (step + settings.weight_decay * row.weight[d]);
       row.weight[d] += change;
-      row.weight_delta[d] += change;
+      if constexpr (kPending) row.weight_delta[d] += change;
     }
   }
 }

@@ -186,6 +186,35 @@ void EmbeddingTable::change(int64_t n, const int32_t* tables, const int64_t* key
   });
 }
 
+void EmbeddingTable::step(const StepView& step, float lr, const OptimizerSettings& settings) {
+  const std::unique_lock lock(mutex_);
+  check_declared(step.n, step.tables);
+  for_each_prefetched(step.n, step.tables, step.keys, [&](int64_t i, uint64_t hash) {
+    bool created = false;
+    RowHeader* header = find_or_create(hash, step.tables[i], step.keys[i], &created);
+    float* values = values_of(header);
+    const Declared& table = declared_[static_cast<size_t>(step.tables[i])];
+    if (created) init_row(table.init, step.keys[i], dim_, state_dim_, values);
+    const RowRef row{values, values + dim_};
+    float* gradient = step.gradients + i * dim_;
+    switch (table.optimizer) {
+      case Optimizer::kSgd:
+        step_row<Optimizer::kSgd, false>(row, gradient, dim_, lr, settings);
+        break;
+      case Optimizer::kAdagrad:
+        step_row<Optimizer::kAdagrad, false>(row, gradient, dim_, lr, settings);
+        break;
+      case Optimizer::kRowwiseAdagrad:
+        step_row<Optimizer::kRowwiseAdagrad, false>(row, gradient, dim_, lr, settings);
+        break;
+      case Optimizer::kAdam:
+        step_row<Optimizer::kAdam, false>(row, gradient, dim_, lr, settings);
+        break;
+    }
+    set_clock(*header, clock_of(*header) + 1);
+  });
+}
+
 void EmbeddingTable::fetch(const FetchView& fetch) const {
   const std::shared_lock lock(mutex_);
   check_declared(fetch.n, fetch.tables);

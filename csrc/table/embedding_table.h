@@ -31,6 +31,14 @@ struct PushView {
   const float* deltas;
 };
 
+// Gradients of distinct rows, (n, dim) floats, which a step uses up.
+struct StepView {
+  int64_t n;
+  const int32_t* tables;
+  const int64_t* keys;
+  float* gradients;
+};
+
 // Rows to be read. `fresh[i]` becomes 1 where nobody wrote the row; `rows` and `clocks` are then left as they are.
 struct FetchView {
   int64_t n;
@@ -65,6 +73,10 @@ class EmbeddingTable {
   // absent. Tables need not be declared.
   void change(int64_t n, const int32_t* tables, const int64_t* keys,
               const std::function<void(int64_t, float*, bool)>& write);
+
+  // One step of each table's optimizer on its rows, creating the row where it is fresh. Clocks advance by one. Throws
+  // std::out_of_range before anything is applied when a table was not declared.
+  void step(const StepView& step, float lr, const OptimizerSettings& settings);
 
   // Throws std::out_of_range when one of these tables was not declared.
   void require_declared(int64_t n, const int32_t* tables) const;

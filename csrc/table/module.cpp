@@ -3,14 +3,17 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #if defined(__GLIBC__)
 #include <malloc.h>
 #endif
 
+#include <cstring>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "table/embedding_table.h"
 #include "table/residuals.h"
@@ -20,6 +23,7 @@ namespace nb = nanobind;
 using hetrec::EmbeddingTable;
 using hetrec::Request;
 using hetrec::RequestHeader;
+using hetrec::RoundHeader;
 
 namespace {
 
@@ -56,6 +60,25 @@ hetrec::ClockRule rule_of(const std::string& rule) {
 hetrec::Optimizer optimizer_of(int32_t number) {
   if (number >= 0 && number < hetrec::kOptimizers) return static_cast<hetrec::Optimizer>(number);
   throw std::invalid_argument("unknown optimizer number " + std::to_string(number));
+}
+
+// A learning rate and the optimizer's settings, as one array.
+void set_step(float* lr, hetrec::OptimizerSettings* settings, const Vec<const float>& step) {
+  const float* values = checked(step, "step", 1 + hetrec::kOptimizerSettings);
+  *lr = values[0];
+  std::memcpy(settings, values + 1, sizeof(*settings));
+}
+
+void step(EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int64_t> keys, Mat<const float> gradients,
+          Vec<const float> how) {
+  const size_t n = keys.shape(0);
+  float lr = 0.f;
+  hetrec::OptimizerSettings settings;
+  set_step(&lr, &settings, how);
+  const hetrec::GradientView share{static_cast<int64_t>(n), checked(tables, "tables", n), keys.data(),
+                                   checked(gradients, "gradients", n, self.dim())};
+  const nb::gil_scoped_release release;
+  hetrec::step_rows(self, {share}, lr, settings);
 }
 
 void push(EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int64_t> keys, Vec<const int64_t> start_clocks,
@@ -163,7 +186,7 @@ nb::object encode_request(uint64_t worker, uint64_t session, uint64_t sequence, 
                           Vec<const int64_t> check_clocks, Vec<const int64_t> check_staleness,
                           Vec<const int32_t> fetch_tables, Vec<const int64_t> fetch_keys,
                           std::optional<Vec<const int64_t>> places, hetrec::Residuals* residuals) {
-  hetrec::RequestHeader header{};
+  RequestHeader header{};
   header.worker = worker;
   header.session = session;
   header.sequence = sequence;
@@ -199,6 +222,44 @@ nb::object encode_request(uint64_t worker, uint64_t session, uint64_t sequence, 
   {
     const nb::gil_scoped_release release;
     frame = hetrec::encode_request(header, push, check, fetch, delta_places, residuals);
+  }
+  return nb::cast(owned(std::move(frame)));
+}
+
+nb::object encode_share(uint64_t worker, uint64_t session, uint64_t sequence, uint64_t generation, uint32_t dim,
+                        uint32_t state_dim, uint8_t push_codec, uint8_t fetch_codec, uint64_t group, uint64_t number,
+                        uint32_t rank, uint32_t ranks, bool more, uint32_t wait_ms, Vec<const float> step,
+                        Vec<const int32_t> push_tables, Vec<const int64_t> push_keys, Mat<const float> gradients,
+                        Vec<const int32_t> check_tables, Vec<const int64_t> check_keys, Vec<const int64_t> check_clocks,
+                        Vec<const int64_t> check_staleness, Vec<const int32_t> fetch_tables,
+                        Vec<const int64_t> fetch_keys) {
+  RequestHeader header{};
+  header.worker = worker;
+  header.session = session;
+  header.sequence = sequence;
+  header.generation = generation;
+  header.dim = dim;
+  header.state_dim = state_dim;
+  header.push_codec = push_codec;
+  header.fetch_codec = fetch_codec;
+  RoundHeader round{group, number, rank, ranks, more, wait_ms, 0.f, {}, 0};
+  set_step(&round.lr, &round.settings, step);
+  const size_t n_push = push_keys.shape(0), n_check = check_keys.shape(0), n_fetch = fetch_keys.shape(0);
+  const hetrec::PushView push{static_cast<int64_t>(n_push),
+                              checked(push_tables, "push_tables", n_push),
+                              push_keys.data(),
+                              nullptr,
+                              nullptr,
+                              checked(gradients, "gradients", n_push, dim)};
+  const hetrec::CheckView check{static_cast<int64_t>(n_check), checked(check_tables, "check_tables", n_check),
+                                check_keys.data(), checked(check_clocks, "check_clocks", n_check),
+                                checked(check_staleness, "check_staleness", n_check)};
+  const hetrec::RowNames fetch{static_cast<int64_t>(n_fetch), checked(fetch_tables, "fetch_tables", n_fetch),
+                               fetch_keys.data()};
+  hetrec::Frame frame;
+  {
+    const nb::gil_scoped_release release;
+    frame = hetrec::encode_share(header, round, push, check, fetch);
   }
   return nb::cast(owned(std::move(frame)));
 }
@@ -244,6 +305,10 @@ void expect_format(const EmbeddingTable& table, const Request& request) {
   throw std::invalid_argument("a request about rows of another format than the table's");
 }
 
+void expect_kind(const Request& request, hetrec::PushKind kind) {
+  if (request.header.kind != kind) throw std::invalid_argument("a request that pushes something else");
+}
+
 void define_wire(nb::module_& m) {
   nb::exception<hetrec::WireError>(m, "WireError", PyExc_ValueError);
   m.attr("PROTOCOL_VERSION") = hetrec::kProtocolVersion;
@@ -255,6 +320,27 @@ void define_wire(nb::module_& m) {
       nb::arg("fetch_tables"), nb::arg("fetch_keys"), nb::arg("places") = nb::none(), nb::arg("residuals") = nb::none(),
       "A request frame, uint8. With places, int64, push i's delta is deltas[places[i]]. With residuals, what the codec "
       "rounds off is kept there, and sent what was kept.");
+  m.def("encode_share", &encode_share, nb::kw_only(), nb::arg("worker"), nb::arg("session"), nb::arg("sequence"),
+        nb::arg("generation"), nb::arg("dim"), nb::arg("state_dim"), nb::arg("push_codec"), nb::arg("fetch_codec"),
+        nb::arg("group"), nb::arg("number"), nb::arg("rank"), nb::arg("ranks"), nb::arg("more"), nb::arg("wait_ms"),
+        nb::arg("step"), nb::arg("push_tables"), nb::arg("push_keys"), nb::arg("gradients"), nb::arg("check_tables"),
+        nb::arg("check_keys"), nb::arg("check_clocks"), nb::arg("check_staleness"), nb::arg("fetch_tables"),
+        nb::arg("fetch_keys"), "A request frame with a rank's gradients for a round, uint8.");
+  nb::class_<RoundHeader>(m, "Round", "Whose share of which round a request carries.")
+      .def_ro("group", &RoundHeader::group)
+      .def_ro("number", &RoundHeader::number)
+      .def_ro("rank", &RoundHeader::rank)
+      .def_ro("ranks", &RoundHeader::ranks)
+      .def_ro("more", &RoundHeader::more, "1: the next frame of the stream goes on with this share.")
+      .def_ro("wait_ms", &RoundHeader::wait_ms)
+      .def_prop_ro(
+          "step",
+          [](const RoundHeader& self) {
+            std::vector<float> step(1 + hetrec::kOptimizerSettings, self.lr);
+            std::memcpy(step.data() + 1, &self.settings, sizeof(self.settings));
+            return owned(std::move(step));
+          },
+          nb::rv_policy::automatic, "The learning rate and the optimizer's settings, float32 (7,).");
   nb::class_<Request> request(m, "Request", "A request that was checked as a whole, decoded.");
   for (const auto& [name, field] : {std::pair{"worker", &RequestHeader::worker},
                                     {"session", &RequestHeader::session},
@@ -270,6 +356,10 @@ void define_wire(nb::module_& m) {
     request.def_prop_ro(name, [field = field](const Request& self) { return self.header.*field; });
   }
   request.def_prop_ro("fetch_codec", [](const Request& self) { return self.header.fetch_codec; });
+  request.def_prop_ro("round", [](const Request& self) -> std::optional<RoundHeader> {
+    if (self.header.kind != hetrec::PushKind::kGradients) return std::nullopt;
+    return self.round;
+  });
   m.def("parse_request", &parse_request, nb::arg("frame"), nb::arg("max_rows"), nb::keep_alive<0, 1>(),
         "Check a request frame as a whole and decode it. Raises WireError.");
   m.def(
@@ -290,11 +380,26 @@ void define_wire(nb::module_& m) {
         const hetrec::ClockRule clock_rule = rule_of(rule);
         const uint8_t* flags = bucket_flags(skip);
         expect_format(table, request);
+        expect_kind(request, hetrec::PushKind::kDeltas);
         const nb::gil_scoped_release release;
         hetrec::apply_push(table, request, clock_rule, flags);
       },
       nb::arg("table"), nb::arg("request"), nb::arg("rule"), nb::arg("skip") = nb::none(),
       "Apply a request's pushes; with skip, uint8 (BUCKETS,), only to buckets whose flag is 0.");
+  m.def(
+      "apply_round",
+      [](EmbeddingTable& table, const std::vector<const Request*>& shares, std::optional<Bytes> skip) {
+        const uint8_t* flags = skip ? checked(*skip, "skip", hetrec::kBuckets) : nullptr;
+        if (shares.empty()) throw std::invalid_argument("a round has at least one share");
+        for (const Request* share : shares) {
+          expect_format(table, *share);
+          expect_kind(*share, hetrec::PushKind::kGradients);
+        }
+        const nb::gil_scoped_release release;
+        hetrec::apply_round(table, shares, flags);
+      },
+      nb::arg("table"), nb::arg("shares"), nb::arg("skip") = nb::none(),
+      "Sum the gradients of each row over the shares, in their order, and step it once; skip as for apply_push.");
   m.def("check_tables", &hetrec::check_tables, nb::arg("table"), nb::arg("request"),
         nb::call_guard<nb::gil_scoped_release>(),
         "Raise IndexError when a request names a table that was not declared.");
@@ -376,12 +481,14 @@ NB_MODULE(_table, m) {
           [](EmbeddingTable& self, int32_t table, uint64_t seed, float low, float high, float state,
              int32_t optimizer) { self.declare(table, {seed, low, high, state}, optimizer_of(optimizer)); },
           nb::arg("table"), nb::arg("seed"), nb::arg("low"), nb::arg("high"), nb::arg("state"), nb::arg("optimizer"),
-          "Declare table `table`: weights begin uniform in [low, high), state at `state`; the optimizer's number "
-          "decides "
-          "how changes of its state merge.")
+          "Declare table `table`: weights begin uniform in [low, high), state at `state`; the optimizer's number says "
+          "what trains them.")
       .def("push", &push, nb::arg("tables"), nb::arg("keys"), nb::arg("start_clocks"), nb::arg("clocks"),
            nb::arg("deltas"), nb::arg("rule") = "lamport",
            "Add `deltas` (n, dim + state_dim) float32 to the rows and merge their clocks.")
+      .def("step", &step, nb::arg("tables"), nb::arg("keys"), nb::arg("gradients"), nb::arg("step"),
+           "Sum the gradients (n, dim) float32 of each row and step it once; step: learning rate and the optimizer's "
+           "settings, float32 (7,). Clocks advance by one.")
       .def("fetch", &fetch, nb::arg("tables"), nb::arg("keys"), nb::arg("rows"), nb::arg("clocks"), nb::arg("fresh"),
            "Copy rows and clocks into the given arrays; fresh[i] = 1 where nobody wrote row i (left untouched).")
       .def("stale", &stale, nb::arg("tables"), nb::arg("keys"), nb::arg("clocks"), nb::arg("staleness"),

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstring>
 #include <string>
@@ -16,6 +17,7 @@ namespace {
 
 constexpr uint32_t kRequestMagic = 0x51544548;  // "HETQ"
 constexpr uint32_t kReplyMagic = 0x52544548;    // "HETR"
+constexpr uint32_t kMostRanks = 1 << 16;
 constexpr size_t kPushCrcFrom = offsetof(RequestHeader, version);
 constexpr size_t kReplyCrcFrom = offsetof(ReplyHeader, version);
 
@@ -155,32 +157,61 @@ void check_clock(int64_t clock) {
   if (clock < 0 || clock >= int64_t{1} << 48) throw WireError("clock " + std::to_string(clock) + " is outside 48 bits");
 }
 
-void read_push(const uint8_t* frame, Request* request) {
-  const RequestHeader& header = request->header;
-  Reader reader(frame + sizeof(header), header.push_bytes);
-  request->push_tables = reader.block<int32_t>(header.n_push);
-  request->push_keys = reader.block<int64_t>(header.n_push);
-  request->push_clocks = reader.block<int64_t>(header.n_push);
-  request->push_starts = reader.block<int64_t>(header.n_push);  // as updates since the start: clock - start
-  check_tables(request->push_tables);
-  for (size_t i = 0; i < header.n_push; ++i) {
+void check_round(const RoundHeader& round) {
+  if (round.number == 0) throw WireError("rounds are numbered from 1, not from 0");
+  if (round.ranks > kMostRanks || round.rank >= round.ranks) {
+    throw WireError("a round's rank " + std::to_string(round.rank) + " of " + std::to_string(round.ranks) +
+                    " is none; there may be " + std::to_string(kMostRanks));
+  }
+  if (round.more > 1) throw WireError("a share says that " + std::to_string(round.more) + " frames follow");
+  const OptimizerSettings& s = round.settings;
+  for (const float value : {round.lr, s.eps, s.weight_decay, s.max_gradient, s.max_gradient_norm}) {
+    if (!(value >= 0.f && std::isfinite(value))) {
+      throw WireError("a round's learning rate or setting is " + std::to_string(value));
+    }
+  }
+  for (const float beta : {s.beta1, s.beta2}) {
+    if (!(beta >= 0.f && beta < 1.f)) throw WireError("a round's beta is " + std::to_string(beta));
+  }
+}
+
+void read_clocks(Reader* reader, Request* request) {
+  const size_t n = request->header.n_push;
+  request->push_clocks = reader->block<int64_t>(n);
+  request->push_starts = reader->block<int64_t>(n);  // as updates since the start: clock - start
+  for (size_t i = 0; i < n; ++i) {
     const int64_t clock = request->push_clocks[i], updates = request->push_starts[i];
     check_clock(clock);
     if (updates < 0 || clock < updates) throw WireError("a push's clock runs backwards");
     request->push_starts[i] = clock - updates;
   }
+}
+
+void read_push(const uint8_t* frame, Request* request) {
+  const RequestHeader& header = request->header;
+  Reader reader(frame + sizeof(header), header.push_bytes);
+  const bool gradients = header.kind == PushKind::kGradients;
+  if (gradients) {
+    std::memcpy(&request->round, reader.take(sizeof(RoundHeader)), sizeof(RoundHeader));
+    check_round(request->round);
+  }
+  request->push_tables = reader.block<int32_t>(header.n_push);
+  request->push_keys = reader.block<int64_t>(header.n_push);
+  check_tables(request->push_tables);
+  if (!gradients) read_clocks(&reader, request);
+  const uint32_t state_dim = gradients ? 0 : header.state_dim;
   const RowCodec codec = codec_of(header.push_codec);
-  const auto bytes = static_cast<size_t>(encoded_row_bytes(codec, header.dim, header.state_dim));
+  const auto bytes = static_cast<size_t>(encoded_row_bytes(codec, header.dim, state_dim));
   const uint8_t* rows = reader.take(aligned(bytes * header.n_push));
   reader.expect_end();
   if (codec == RowCodec::kFp32 && reinterpret_cast<uintptr_t>(rows) % alignof(float) == 0) {
     request->deltas = reinterpret_cast<const float*>(rows);
     return;
   }
-  const size_t width = size_t{header.dim} + header.state_dim;
+  const size_t width = size_t{header.dim} + state_dim;
   request->decoded.resize(width * header.n_push);
   for (size_t i = 0; i < header.n_push; ++i) {
-    decode_row(codec, rows + i * bytes, header.dim, header.state_dim, request->decoded.data() + i * width);
+    decode_row(codec, rows + i * bytes, header.dim, state_dim, request->decoded.data() + i * width);
   }
   request->deltas = request->decoded.data();
 }
@@ -209,18 +240,58 @@ void read_query(const uint8_t* frame, Request* request) {
 
 uint32_t checksum(const uint8_t* bytes, size_t size) { return crc32c(bytes, size); }
 
+namespace {
+
+Frame begin_request(RequestHeader* header, const PushView& push, const CheckView& check, const RowNames& fetch) {
+  header->magic = kRequestMagic;
+  header->version = kProtocolVersion;
+  std::fill(std::begin(header->reserved), std::end(header->reserved), 0u);
+  header->n_push = static_cast<uint32_t>(push.n);
+  header->n_check = static_cast<uint32_t>(check.n);
+  header->n_fetch = static_cast<uint32_t>(fetch.n);
+  Frame frame(sizeof(*header));
+  const int64_t width = int64_t{header->dim} + header->state_dim;
+  frame.reserve(sizeof(*header) + 256 + static_cast<size_t>(push.n * width * 4 + push.n * 16) +
+                static_cast<size_t>(check.n * 16 + fetch.n * 10));
+  return frame;
+}
+
+// Adds the queries to a frame that ends with its push part, then header and checksums.
+void finish_request(RequestHeader* header, Frame* frame, const CheckView& check, const RowNames& fetch) {
+  header->push_bytes = frame->size() - sizeof(*header);
+  write_block(frame, check.n, check.tables);
+  write_block(frame, check.n, check.keys);
+  write_block(frame, check.n, check.clocks);
+  write_block(frame, check.n, check.staleness);
+  write_block(frame, fetch.n, fetch.tables);
+  write_block(frame, fetch.n, fetch.keys);
+  header->query_bytes = frame->size() - sizeof(*header) - header->push_bytes;
+  header->query_crc = crc32c(frame->data() + sizeof(*header) + header->push_bytes, header->query_bytes);
+  std::memcpy(frame->data(), header, sizeof(*header));
+  header->push_crc = crc32c(frame->data() + kPushCrcFrom, sizeof(*header) - kPushCrcFrom + header->push_bytes);
+  std::memcpy(frame->data(), header, sizeof(*header));
+}
+
+}  // namespace
+
+Frame encode_share(RequestHeader header, const RoundHeader& round, const PushView& push, const CheckView& check,
+                   const RowNames& fetch) {
+  header.kind = PushKind::kGradients;
+  Frame frame = begin_request(&header, push, check, fetch);
+  frame.resize(sizeof(header) + sizeof(round));
+  std::memcpy(frame.data() + sizeof(header), &round, sizeof(round));
+  write_block(&frame, push.n, push.tables);
+  write_block(&frame, push.n, push.keys);
+  write_rows(&frame, codec_of(header.push_codec), header.dim, 0, push.n, push.deltas, nullptr);
+  finish_request(&header, &frame, check, fetch);
+  return frame;
+}
+
 Frame encode_request(RequestHeader header, const PushView& push, const CheckView& check, const RowNames& fetch,
                      const int64_t* places, Residuals* residuals) {
   const int64_t dim = header.dim, state_dim = header.state_dim;
-  header.magic = kRequestMagic;
-  header.version = kProtocolVersion;
-  std::fill(std::begin(header.reserved), std::end(header.reserved), 0u);
-  header.n_push = static_cast<uint32_t>(push.n);
-  header.n_check = static_cast<uint32_t>(check.n);
-  header.n_fetch = static_cast<uint32_t>(fetch.n);
-  Frame frame(sizeof(header));
-  frame.reserve(sizeof(header) + 256 + static_cast<size_t>(push.n * (dim + state_dim) * 4 + push.n * 16) +
-                static_cast<size_t>(check.n * 16 + fetch.n * 10));
+  header.kind = PushKind::kDeltas;
+  Frame frame = begin_request(&header, push, check, fetch);
   std::vector<int64_t> updates(static_cast<size_t>(push.n));
   for (int64_t i = 0; i < push.n; ++i) updates[static_cast<size_t>(i)] = push.clocks[i] - push.start_clocks[i];
   write_block(&frame, push.n, push.tables);
@@ -235,18 +306,7 @@ Frame encode_request(RequestHeader header, const PushView& push, const CheckView
     pad(&frame, at + static_cast<size_t>(push.n * encoded_row_bytes(codec, dim, state_dim)));
     residuals->encode(push, places, frame.data() + at);
   }
-  header.push_bytes = frame.size() - sizeof(header);
-  write_block(&frame, check.n, check.tables);
-  write_block(&frame, check.n, check.keys);
-  write_block(&frame, check.n, check.clocks);
-  write_block(&frame, check.n, check.staleness);
-  write_block(&frame, fetch.n, fetch.tables);
-  write_block(&frame, fetch.n, fetch.keys);
-  header.query_bytes = frame.size() - sizeof(header) - header.push_bytes;
-  header.query_crc = crc32c(frame.data() + sizeof(header) + header.push_bytes, header.query_bytes);
-  std::memcpy(frame.data(), &header, sizeof(header));
-  header.push_crc = crc32c(frame.data() + kPushCrcFrom, sizeof(header) - kPushCrcFrom + header.push_bytes);
-  std::memcpy(frame.data(), &header, sizeof(header));
+  finish_request(&header, &frame, check, fetch);
   return frame;
 }
 
@@ -273,6 +333,9 @@ Request parse_request(const uint8_t* frame, size_t size, uint64_t max_rows) {
   if (header.dim == 0 || header.dim > 1 << 20 || header.state_dim > 1 << 20) {
     throw WireError("a request is about rows of " + std::to_string(header.dim) + " + " +
                     std::to_string(header.state_dim) + " values");
+  }
+  if (header.kind > PushKind::kGradients) {
+    throw WireError("a request pushes an unknown kind " + std::to_string(static_cast<uint32_t>(header.kind)));
   }
   codec_of(header.fetch_codec);
   read_push(frame, &request);
@@ -311,6 +374,15 @@ void apply_push(EmbeddingTable& table, const Request& request, ClockRule rule, c
     if (skip[bucket_of(hash_row(tables[i], keys[i]))]) continue;
     table.push({1, tables + i, keys + i, starts + i, clocks + i, request.deltas + i * table.width()}, rule);
   }
+}
+
+void apply_round(EmbeddingTable& table, const std::vector<const Request*>& shares, const uint8_t* skip) {
+  std::vector<GradientView> gradients;
+  for (const Request* share : shares) {
+    gradients.push_back({share->header.n_push, share->push_tables.data(), share->push_keys.data(), share->deltas});
+  }
+  const RoundHeader& round = shares.front()->round;
+  step_rows(table, gradients, round.lr, round.settings, skip);
 }
 
 Frame answer(const EmbeddingTable& table, const Request& query, uint64_t generation) {

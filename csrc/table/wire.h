@@ -13,6 +13,7 @@
 #include "core/row_codec.h"
 #include "table/embedding_table.h"
 #include "table/residuals.h"
+#include "table/rounds.h"
 
 namespace hetrec {
 
@@ -21,6 +22,9 @@ constexpr uint16_t kProtocolVersion = 2;
 struct WireError : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
+
+// What a request pushes.
+enum class PushKind : uint32_t { kDeltas = 0, kGradients = 1 };
 
 // Everything of a request but its arrays.
 struct RequestHeader {
@@ -35,7 +39,8 @@ struct RequestHeader {
   uint32_t n_push;
   uint32_t n_check;
   uint32_t n_fetch;
-  uint32_t reserved[3];
+  PushKind kind;
+  uint32_t reserved[2];
   uint64_t generation;
   uint64_t worker;
   uint64_t session;
@@ -44,6 +49,19 @@ struct RequestHeader {
   uint64_t query_bytes;
 };
 static_assert(sizeof(RequestHeader) == 96);
+
+// What stands before gradients: whose share of which synchronous step they are, and how to step.
+struct RoundHeader {
+  uint64_t group;   // the ranks that step together
+  uint64_t number;  // of the round: 1, 2, ...
+  uint32_t rank, ranks;
+  uint32_t more;     // 1: the next frame of the stream goes on with this share
+  uint32_t wait_ms;  // how long the answer may wait for the other ranks
+  float lr;
+  OptimizerSettings settings;
+  uint32_t reserved;
+};
+static_assert(sizeof(RoundHeader) == 64);
 
 struct ReplyHeader {
   uint32_t magic;
@@ -105,13 +123,18 @@ uint32_t checksum(const uint8_t* bytes, size_t size);
 Frame encode_request(RequestHeader header, const PushView& push, const CheckView& check, const RowNames& fetch,
                      const int64_t* places = nullptr, Residuals* residuals = nullptr);
 
+// The same with gradients, `push.deltas` (n, dim); of `push` the clocks are not used.
+Frame encode_share(RequestHeader header, const RoundHeader& round, const PushView& push, const CheckView& check,
+                   const RowNames& fetch);
+
 // A request that was checked as a whole, decoded.
 struct Request {
   RequestHeader header;
+  RoundHeader round;  // zeros where the pushes are deltas
   Buffer<int32_t> push_tables;
-  Buffer<int64_t> push_keys, push_clocks, push_starts;
-  Buffer<float> decoded;  // n_push x width; empty where the frame's own bytes serve
-  const float* deltas;    // in `decoded`, or in the frame, which must then outlive this
+  Buffer<int64_t> push_keys, push_clocks, push_starts;  // gradients have no clocks
+  Buffer<float> decoded;                                // the pushed rows; empty where the frame's own bytes serve
+  const float* deltas;  // or gradients; in `decoded`, or in the frame, which must then outlive this
   Buffer<int32_t> check_tables;
   Buffer<int64_t> check_keys, check_clocks, check_staleness;
   Buffer<int32_t> fetch_tables;
@@ -128,9 +151,12 @@ Frame push_part(const RequestHeader& header, const uint8_t* frame);
 // Throws std::out_of_range when a request names a table that was not declared.
 void check_tables(const EmbeddingTable& table, const Request& request);
 
-// Applies a request's pushes. With `skip`, kBuckets flags, only to rows of buckets whose flag is 0: a snapshot taken
+// Applies a request's deltas. With `skip`, kBuckets flags, only to rows of buckets whose flag is 0: a snapshot taken
 // while pushes went on holds some buckets before and some after a push.
 void apply_push(EmbeddingTable& table, const Request& request, ClockRule rule, const uint8_t* skip = nullptr);
+
+// Applies a round: the gradients of all its shares, rank after rank, a share's frames one after the other.
+void apply_round(EmbeddingTable& table, const std::vector<const Request*>& shares, const uint8_t* skip = nullptr);
 
 // Answers a request's checks and fetches.
 Frame answer(const EmbeddingTable& table, const Request& request, uint64_t generation);

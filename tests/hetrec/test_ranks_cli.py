@@ -187,6 +187,15 @@ def test_ranks_predict_what_one_rank_without_servers_predicts(
     )
 
 
+def test_ranks_train_in_step(start: Callable[..., Run]) -> None:
+    run = start("fit", "cache.consistency=bsp", "embedding.name=adam", "store.shards=2")
+    assert run.wait() == 0, run.err
+    summary = json.loads((run.files / "summary.json").read_text())
+    assert {"val_auc", "test_auc"} <= summary.keys()
+    assert summary["rows_pushed"] > 0
+    assert run.left() == {}
+
+
 def test_a_server_that_dies_ends_the_run_with_one_line(start: Callable[..., Run]) -> None:
     server = Server()
     try:

@@ -238,8 +238,8 @@ void bag_update(Tensor rows_t, Tensor meta_t, Tensor priority_t, const Tensor& s
         if (slot_of[u + kAhead] < capacity) __builtin_prefetch(priority + slot_of[u + kAhead], 1);
       }
       const int64_t slot = slot_of[u];
-      step_row<kOptimizer>(row_ref(slots, slot, kDim > 0 ? kDim : dim), sum, kDim > 0 ? kDim : dim,
-                           static_cast<float>(lr), settings);
+      step_row<kOptimizer, true>(row_ref(slots, slot, kDim > 0 ? kDim : dim), sum, kDim > 0 ? kDim : dim,
+                                 static_cast<float>(lr), settings);
       SlotMeta& meta = slots.meta[slot];
       ++meta.pending;
       if (--meta.pins == 0 && slot < capacity) priority[slot] &= ~kPinned;
@@ -258,7 +258,7 @@ void row_update(Tensor rows_t, Tensor meta_t, const Tensor& slots_t, const Tenso
   dispatch(optimizer, dim, slots.width, [&]<Optimizer kOptimizer, int kDim>() {
     for (int64_t i = 0; i < slots_t.numel(); ++i) {
       std::copy_n(grads + i * dim, dim, grad.data());
-      step_row<kOptimizer>(row_ref(slots, slot_of[i], dim), grad.data(), dim, static_cast<float>(lr), settings);
+      step_row<kOptimizer, true>(row_ref(slots, slot_of[i], dim), grad.data(), dim, static_cast<float>(lr), settings);
       ++slots.meta[slot_of[i]].pending;
     }
   });

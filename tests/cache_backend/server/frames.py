@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 Rows = list[list[float]]
-_REQUEST = struct.Struct("<4sIIHBBIIIII12xQQQQQQ")
+_REQUEST = struct.Struct("<4sIIHBBIIIIII8xQQQQQQ")
+_ROUND = struct.Struct("<QQIIII7f4x")
 _REPLY = struct.Struct("<4sIHBBIIIIIQQ")
 
 
@@ -31,8 +32,25 @@ def crc32c(data: bytes) -> int:
 
 
 @dataclass
+class Round:
+    """A round header. step: learning rate, eps, beta1, beta2, weight decay, largest value and norm of a gradient."""
+
+    group: int = 1
+    number: int = 1
+    rank: int = 0
+    ranks: int = 1
+    more: int = 0
+    wait_ms: int = 0
+    step: tuple[float, ...] = (0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def pack(self) -> bytes:
+        return _ROUND.pack(self.group, self.number, self.rank, self.ranks, self.more, self.wait_ms, *self.step)
+
+
+@dataclass
 class Request:
-    """Every field of a request frame. pushes: (table, key, c_c, c_c - c_s); checks: (table, key, c_c, s)."""
+    """Every field of a request frame. pushes: (table, key, c_c, c_c - c_s), or in a round (table, key); checks: (table,
+    key, c_c, s)."""
 
     dim: int
     state_dim: int
@@ -46,6 +64,7 @@ class Request:
     deltas: Rows = field(default_factory=list)
     checks: list[tuple[int, int, int, int]] = field(default_factory=list)
     fetches: list[tuple[int, int]] = field(default_factory=list)
+    round: Round | None = None
 
 
 @dataclass
@@ -104,16 +123,21 @@ def _signed(value: int) -> int:
 
 
 def decode_request(frame: bytes) -> Request:
-    (magic, push_crc, query_crc, version, push_codec, fetch_codec, dim, state_dim, pushes, checks, fetches,
+    (magic, push_crc, query_crc, version, push_codec, fetch_codec, dim, state_dim, pushes, checks, fetches, kind,
      generation, worker, session, sequence, push_bytes, query_bytes) = _REQUEST.unpack_from(frame)  # fmt: skip
     assert (magic, version) == (b"HETQ", 2)
-    assert frame[36:48] == bytes(12)
+    assert kind in (0, 1)
+    assert frame[40:48] == bytes(8)
     assert len(frame) == 96 + push_bytes + query_bytes
     assert push_crc == crc32c(frame[12 : 96 + push_bytes])
     assert query_crc == crc32c(frame[96 + push_bytes :])
     push = _Reader(frame[96 : 96 + push_bytes])
-    columns = [push.block(pushes) for _ in range(4)]
-    deltas = push.rows(push_codec, pushes, dim, state_dim)
+    round_ = None
+    if kind:
+        group, number, rank, ranks, more, wait_ms, *step = _ROUND.unpack(push.take(64))
+        round_ = Round(group, number, rank, ranks, more, wait_ms, tuple(step))
+    columns = [push.block(pushes) for _ in range(2 if kind else 4)]
+    deltas = push.rows(push_codec, pushes, dim, 0 if kind else state_dim)
     assert push.at == push_bytes
     query = _Reader(frame[96 + push_bytes :])
     asked = [query.block(checks) for _ in range(4)]
@@ -122,6 +146,7 @@ def decode_request(frame: bytes) -> Request:
     return Request(
         dim, state_dim, worker, session, sequence, generation, push_codec, fetch_codec,
         list(zip(*columns, strict=True)), deltas, list(zip(*asked, strict=True)), list(zip(*wanted, strict=True)),
+        round_,
     )  # fmt: skip
 
 
@@ -153,7 +178,8 @@ def block(values: Sequence[int]) -> bytes:
 def encode_request(request: Request, **false: int) -> bytes:
     """An fp32 request frame. ``false``: header fields that shall not say the truth; the checksums still match."""
     assert request.push_codec == 0
-    push = b"".join(block([p[i] for p in request.pushes]) for i in range(4))
+    push = b"" if request.round is None else request.round.pack()
+    push += b"".join(block([p[i] for p in request.pushes]) for i in range(4 if request.round is None else 2))
     rows = b"".join(struct.pack(f"<{len(row)}f", *row) for row in request.deltas)
     push += rows + bytes(-len(rows) % 8)
     query = b"".join(block([c[i] for c in request.checks]) for i in range(4))
@@ -161,7 +187,8 @@ def encode_request(request: Request, **false: int) -> bytes:
     head = {
         "version": 2, "push_codec": 0, "fetch_codec": request.fetch_codec, "dim": request.dim,
         "state_dim": request.state_dim, "pushes": len(request.pushes),
-        "checks": len(request.checks), "fetches": len(request.fetches), "generation": request.generation,
+        "checks": len(request.checks), "fetches": len(request.fetches),
+        "kind": int(request.round is not None), "generation": request.generation,
         "worker": request.worker, "session": request.session, "sequence": request.sequence, "push_bytes": len(push),
         "query_bytes": len(query),
     }  # fmt: skip

@@ -11,9 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as fl
 import pytest
-from frames import Request, decode_reply, encode_request, seal
+from frames import Request, Round, decode_reply, encode_request, seal
 from running import DIM, STATE, Peer, Program
 
+from cache_backend._table import WireError, parse_request
 from cache_backend.flight import EXCHANGE, FRAME_SCHEMA
 
 KEYS = list(range(20))
@@ -27,6 +28,12 @@ PUSHING = Request(
     deltas=[[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]],
     checks=[(0, 3, 0, 2), (0, 7, 9, 0)],
     fetches=[(0, 3), (0, 500), (0, 7)],
+)
+SHARING = replace(
+    PUSHING,
+    pushes=[(0, 3), (0, 1000)],
+    deltas=[[1.0, 2.0, 3.0], [5.0, 6.0, 7.0]],
+    round=Round(group=5, rank=1, ranks=2),
 )
 ASKING = replace(PUSHING, pushes=[], deltas=[], sequence=0)
 REFUSED = (pa.ArrowInvalid,)
@@ -53,8 +60,9 @@ def state(peer: Peer) -> object:
     return decode_reply(reply).fetched, peer.act("stats")["rows"]
 
 
-def test_a_bit_flipped_anywhere(held: Peer) -> None:
-    whole = encode_request(PUSHING)
+@pytest.mark.parametrize("request_", [PUSHING, SHARING], ids=["deltas", "share"])
+def test_a_bit_flipped_anywhere(held: Peer, request_: Request) -> None:
+    whole = encode_request(request_)
     for position in range(len(whole)):
         frame = bytearray(whole)
         frame[position] ^= 1 << position % 8
@@ -62,8 +70,9 @@ def test_a_bit_flipped_anywhere(held: Peer) -> None:
             held.send(bytes(frame))
 
 
-def test_a_frame_cut_anywhere(held: Peer) -> None:
-    whole = encode_request(PUSHING)
+@pytest.mark.parametrize("request_", [PUSHING, SHARING], ids=["deltas", "share"])
+def test_a_frame_cut_anywhere(held: Peer, request_: Request) -> None:
+    whole = encode_request(request_)
     for length in range(len(whole)):
         with pytest.raises(REFUSED):
             held.send(whole[:length])
@@ -99,6 +108,25 @@ def test_counts_and_sizes_that_lie(held: Peer, false: dict[str, int]) -> None:
     """The checksums are right: whoever sends this means harm."""
     with pytest.raises(REFUSED):
         held.send(encode_request(PUSHING, **false))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shares_with_right_checksums_and_wrong_bits(seed: int) -> None:
+    """They are read, for what they say then, or refused."""
+    noise = random.Random(seed)
+    whole = encode_request(SHARING)
+    push_bytes = int.from_bytes(whole[80:88], "little")
+    read = 0
+    for _ in range(2000):
+        frame = bytearray(whole)
+        for _ in range(noise.randrange(1, 4)):
+            frame[noise.randrange(12, len(frame))] ^= 1 << noise.randrange(8)
+        try:
+            parse_request(np.frombuffer(seal(bytes(frame), push_bytes), np.uint8), 1 << 20)
+            read += 1
+        except WireError:
+            pass
+    assert 0 < read < 2000
 
 
 def test_many_rows_in_no_bytes(held: Peer) -> None:
