@@ -55,6 +55,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         for codec in ("fp32", "fp16")
         for staleness in (0, 10, 100)
     },
+    "HET s=100, fp16, 16 known": {"staleness": 100, "codec": "fp16", "known": 16},
     "HET s=100, fp16, dense bf16": {"staleness": 100, "codec": "fp16", "half": True},
     "HET s=100, fp16, stock DDP": {"staleness": 100, "codec": "fp16", "ddp": True},
     "TorchRec, its planner": {"plan": "planner"},

@@ -158,7 +158,8 @@ class Het:
     def __init__(self, job: Job, name: str, dim: int, store: EmbeddingStore, setting: dict[str, Any]) -> None:
         torch.manual_seed(0)
         self._data = job.data
-        self._overlapped = setting.get("overlapped", True)
+        # Coming batches that the collection is told of.
+        self._known = setting.get("known", 1) if setting.get("overlapped", True) else 0
         self._store = store
         # The first-order weight is a column of the row: rows are `dim` wide for every variant.
         self._model = DeepFM(spec(job.rows, f"{name}/"), embedding_dim=dim - 1)
@@ -182,7 +183,7 @@ class Het:
 
     def step(self, i: int) -> None:
         batch = self._data[i]
-        self._rows.begin(batch.sparse_features, (self._data[i + 1].sparse_features,) if self._overlapped else ())
+        self._rows.begin(batch.sparse_features, [b.sparse_features for b in self._data[i + 1 : i + 1 + self._known]])
         if self._ddp is not None:
             loss = self._loss(self._ddp(batch.dense_features, batch.sparse_features), batch)
             loss.backward()

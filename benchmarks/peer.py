@@ -17,7 +17,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from hetrec.data import Batch
-from hetrec.tables import embedding_tables
+from hetrec.tables import embedding_bag_tables
 from models.deepfm import DeepFM
 
 __all__ = ["pipeline"]
@@ -29,7 +29,7 @@ class _Trained(nn.Module):
     def __init__(self, network: DeepFM) -> None:
         super().__init__()
         self.rows = EmbeddingBagCollection(
-            tables=embedding_tables(network.spec, network.row_width, 0.01), device=torch.device("meta")
+            tables=embedding_bag_tables(network.spec, network.row_width, 0.01), device=torch.device("meta")
         )
         self.shape = (len(network.spec.sparse), network.row_width)
         network.lookup = lambda pooled: pooled  # type: ignore[method-assign,assignment]

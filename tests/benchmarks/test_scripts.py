@@ -96,6 +96,7 @@ def test_one_gigabit(benchmarks: Path, tmp_path: Path) -> None:
         "no network, both cores busy",
         "TorchRec, its planner",
         "TorchRec, table-wise",
+        "HET s=100, fp16, 16 known",
         "HET s=100, fp16, dense bf16",
         "HET s=100, fp16, stock DDP",
         *(f"HET s={s}, {codec}" for s in (0, 10, 100) for codec in ("fp32", "fp16")),
