@@ -67,6 +67,21 @@ def test_small_caches_of_node_embeddings(benchmarks: Path, tmp_path: Path) -> No
     assert plot.stat().st_size > 10_000
 
 
+def test_auc_over_staleness(benchmarks: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "auc.png"
+    (table,) = _run(benchmarks / "staleness.py", tmp_path, "--data", str(tmp_path), "--plot", str(plot))["tables"]
+    *runs, best = table["rows"]
+    assert [(row["variant"], row["clock"]) for row in runs] == [
+        ("no cache", "-"),
+        ("bsp", "-"),
+        ("HET s=10", "lamport"),
+        ("HET s=10", "sum"),
+    ]
+    assert runs[0]["minus no cache"] == "+0.00000"
+    assert all(0.4 < float(row["test AUC"]) < float(best["test AUC"]) < 1 for row in runs)
+    assert plot.stat().st_size > 10_000
+
+
 def test_store_latency(benchmarks: Path, tmp_path: Path) -> None:
     (latency,) = _run(benchmarks / "store.py", tmp_path, "--parts", "latency")["tables"]
     assert [row["clients"] for row in latency["rows"]] == [1, 4, 16]
