@@ -1,9 +1,10 @@
 """Neighbour sampling: edges drawn a second on one core, with all that makes a batch of them.
 
-A batch is what the graph data modules' readers ask of the op: seeds, two hops, neighbours without replacement, every
-node once, edges relabelled to positions. The seeds of a round are all nodes in a shuffled order, a batch at a time, so
-the graph is as cold in the processor's caches as its size makes it. Edges a second of processor time (of the one thread
-that works) are what a core does; those of wall time are lower where other work shares the machine. Medians over rounds.
+A batch is what the graph data modules' readers ask of the op, of memory-mapped arrays as theirs: seeds, two hops,
+neighbours without replacement, every node once, edges relabelled to positions. The seeds of a round are all nodes in a shuffled order, a batch at a time, so
+the graph is as cold in the processor's caches as its size makes it. "As batches": the same through the data modules'
+loader, with labels and KeyedJaggedTensor. Edges a second of processor time (of the one thread that works) are what a core
+does; those of wall time are lower where other work shares the machine. Medians over rounds.
 
 The facebook page network is read where it lies at ../shared/data/graph/facebook beside the checkout, or at --facebook;
 synthetic graphs (datamodules.graph_synthetic) are measured always.
@@ -19,6 +20,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,8 @@ from rich.progress import track
 from cache_backend import ops
 from datamodules.atomic import make_once
 from datamodules.graph_format import Graph, write_graph
+from datamodules.graph_loader import GraphLoader
+from datamodules.graph_reader import GraphReader, seed_plan
 from datamodules.graph_synthetic_edges import SyntheticGraph, write_synthetic_graph
 from datamodules.graph_tables import GraphTables, read_tables
 
@@ -52,31 +58,44 @@ def synthetic(nodes: int, work: Path) -> Graph:
 
 
 def measure(name: str, graph: Graph, batch_size: int, rounds: int, most: int) -> dict[str, Any]:
-    colptr, row = torch.from_numpy(np.array(graph.colptr)), torch.from_numpy(np.array(graph.row))
-    order = torch.from_numpy(np.random.default_rng(0).permutation(graph.nodes))
-    batches = order[: graph.nodes // batch_size * batch_size].split(batch_size)[:most]
-    edges = nodes = 0
-    of_core, of_wall = [], []
+    colptr, row = torch.from_numpy(graph.colptr), torch.from_numpy(graph.row)
+    plan = seed_plan(graph.nodes, batch_size, shuffle=True, seed=0, rank=0, world_size=1)
+    nodes = np.arange(graph.nodes, dtype=np.int64)
+    loader = GraphLoader(GraphReader(graph, nodes, plan, tuple(FANOUTS), every_epoch_differs=True))
+    seeds = torch.from_numpy(np.random.default_rng(0).permutation(nodes)).split(batch_size)[:most]
+
+    def sampled(number: int) -> Iterator[tuple[int, int]]:
+        for batch, part in enumerate(seeds):
+            found, edge_index, *_ = ops.sample_neighbors(colptr, row, part, FANOUTS, 0, number, batch)
+            yield found.numel(), edge_index.shape[1]
+
+    def batches(number: int) -> Iterator[tuple[int, int]]:
+        for batch in islice(loader.read(number, 0), most):
+            yield sum(batch.nodes_per_hop), batch.edge_index.shape[1]
+
+    rates: dict[str, list[float]] = defaultdict(list)
+    counts = []
     for number in track(range(rounds + 1), description=name, transient=True):  # the first round warms up
-        drawn = 0
-        core, wall = time.thread_time(), time.perf_counter()
-        for batch, seeds in enumerate(batches):
-            sampled, edge_index, *_ = ops.sample_neighbors(colptr, row, seeds, FANOUTS, 0, number, batch)
-            drawn += edge_index.shape[1]
-            nodes = max(nodes, sampled.numel())
-        if number:
-            of_core.append(drawn / (time.thread_time() - core))
-            of_wall.append(drawn / (time.perf_counter() - wall))
-            edges += drawn
+        for what, run in (("op", sampled), ("batches", batches)):
+            core, wall = time.thread_time(), time.perf_counter()
+            drawn = list(run(number))
+            edges = sum(e for _, e in drawn)
+            if number:
+                rates[what].append(edges / (time.thread_time() - core) / 1e6)
+                rates[f"{what}, wall"].append(edges / (time.perf_counter() - wall) / 1e6)
+                counts += drawn
+    median = {what: statistics.median(values) for what, values in rates.items()}
     return {
         "graph": name,
         "nodes": graph.nodes,
         "edges": graph.edges,
         "seeds": batch_size,
-        "edges a batch": edges // (rounds * len(batches)),
-        "nodes a batch, at most": nodes,
-        "million edges/s of a core": statistics.median(of_core) / 1e6,
-        "of wall time": statistics.median(of_wall) / 1e6,
+        "nodes a batch": round(statistics.fmean(n for n, _ in counts)),
+        "edges a batch": round(statistics.fmean(e for _, e in counts)),
+        "million edges/s": median["op"],
+        "wall": median["op, wall"],
+        "as batches": median["batches"],
+        "as batches, wall": median["batches, wall"],
     }
 
 

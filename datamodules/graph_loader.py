@@ -37,14 +37,14 @@ class GraphLoader(EpochLoader[GraphBatch]):
             yield self._batch(sample)
 
     def _batch(self, sample: Sample) -> GraphBatch:
-        nodes = torch.from_numpy(sample.nodes)
-        values, lengths = nodes, torch.ones(len(nodes), dtype=torch.int32)
-        if self.reader.graph.columns:
-            values = torch.cat([nodes, torch.from_numpy(sample.values)])
-            lengths = torch.cat([lengths, torch.from_numpy(sample.lengths)])
         return GraphBatch(
             torch.from_numpy(sample.dense),
-            KeyedJaggedTensor([NODE, *self.reader.graph.columns], values, lengths=lengths, stride=len(nodes)),
+            KeyedJaggedTensor(
+                [NODE, *self.reader.graph.columns],
+                torch.from_numpy(sample.values),
+                lengths=torch.from_numpy(sample.lengths),
+                stride=sum(sample.nodes_per_hop),
+            ),
             torch.from_numpy(sample.labels),
             edge_index=torch.from_numpy(sample.edge_index),
             nodes_per_hop=sample.nodes_per_hop,

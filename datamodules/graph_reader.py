@@ -25,16 +25,14 @@ class Sample:
     """What :class:`hetrec.data.GraphBatch` is made of, as arrays; n nodes, S of them seeds.
 
     Attributes:
-        nodes: int64 (n), ids, the seeds first.
-        values: int64, the keys of the categorical columns, column after column.
-        lengths: int32 (columns * n), keys a node, column after column.
+        values: int64, the n nodes' ids, the seeds first; then the keys of the categorical columns, column after column.
+        lengths: int32 ((1 + columns) * n), keys a node, in the same order.
         dense: float32 (n, dense columns).
         labels: int64 (S).
         edge_index: int64 (2, E').
         nodes_per_hop, edges_per_hop: one number for the seeds and each hop, and one for each hop.
     """
 
-    nodes: Int64
     values: Int64
     lengths: npt.NDArray[np.int32]
     dense: npt.NDArray[np.float32]
@@ -89,11 +87,10 @@ class GraphReader:
             number * plan.world_size + plan.rank,
         )
         ids: Int64 = nodes.numpy()
-        columns = [_bags(*bags, ids) for bags in graph.bags.values()]
+        features = [(ids, np.ones(len(ids), dtype=np.int32)), *(_bags(*bags, ids) for bags in graph.bags.values())]
         return Sample(
-            nodes=ids,
-            values=np.concatenate([keys for keys, _ in columns]) if columns else ids[:0],
-            lengths=np.concatenate([lengths for _, lengths in columns]) if columns else np.empty(0, dtype=np.int32),
+            values=np.concatenate([keys for keys, _ in features]),
+            lengths=np.concatenate([lengths for _, lengths in features]),
             dense=graph.dense[ids],
             labels=graph.labels[seeds],
             edge_index=edge_index.numpy(),

@@ -10,7 +10,13 @@ __all__ = ["process_context"]
 
 # A child runs the top of the main program again. What a training program imports there takes seconds, so the server
 # imports it once for all of them; only what this process has imported too.
-_PRELOAD = ["pytorch_lightning", "torchrec.sparse.jagged_tensor", "datamodules.workers", "datamodules.criteo_convert"]
+_PRELOAD = [
+    "pytorch_lightning",
+    "torchrec.sparse.jagged_tensor",
+    "datamodules.workers",
+    "datamodules.criteo_convert",
+    "datamodules.graph_reader",
+]
 
 
 def process_context() -> ForkServerContext:
