@@ -29,12 +29,12 @@ SCOPES = [
     *(Scope(ranks=3, staleness=s, depth=1, batches=2) for s in (0, 1)),
     Scope(ranks=3, staleness=1, depth=2, batches=2, clock="sum"),
 ]
-# Minutes: HETREC_LARGE_SCOPE=1
+# About ten minutes and 2 GB: HETREC_LARGE_SCOPE=1
 LARGE = [
-    *(Scope(keys=2, choices=TWO_KEYS, staleness=s, depth=d, batches=3) for s in (0, 1, 2) for d in (1, 2)),
-    *(Scope(staleness=s, flushes=1, discards=1, losses=1, batches=3, depth=2) for s in (0, 1, 2)),
-    *(Scope(ranks=3, staleness=s, depth=d, batches=3) for s in (0, 1, 2) for d in (1, 2)),
-    *(Scope(staleness=s, depth=2, batches=6, clock=clock) for s in (1, 2) for clock in ("lamport", "sum")),
+    *(Scope(keys=2, choices=TWO_KEYS, staleness=s, depth=d, batches=3) for s in (0, 1) for d in (1, 2)),
+    *(Scope(staleness=s, flushes=1, discards=1, losses=1, batches=3, depth=2) for s in (1, 2)),
+    *(Scope(ranks=3, staleness=s, depth=1, batches=3) for s in (0, 1)),
+    *(Scope(staleness=s, depth=2, batches=5) for s in (1, 2)),
 ]
 if os.environ.get("HETREC_LARGE_SCOPE") == "1":
     SCOPES += LARGE
