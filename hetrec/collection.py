@@ -242,9 +242,10 @@ class HetCollection(nn.Module):
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Plan a batch that comes after all that were begun or planned, and launch its exchange; ``begin`` of this very
-        object will find it."""
+        object will find it. With ``cache.consistency`` bsp it does nothing: the request carries the gradients of the
+        step before, which is still to come."""
         self._expect_open()
-        if not any(plan.features is features for plan in self._ahead):
+        if not self._synchronous and not any(plan.features is features for plan in self._ahead):
             self._ahead.append(self._plan(features))
 
     def lookup(self, features: KeyedJaggedTensor) -> list[Tensor]:

@@ -152,9 +152,8 @@ class _ShardedHetCollection(
             unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
         if not loaded:
             return
+        self.synchronise()  # there may be tables that are not loaded; and from here on nobody pushes
         self.collection.reset()
-        store.flush()
-        self._wait_for_all()  # from here on nobody pushes
         if self._env.rank == 0:
             store.erase([table.id for table, _ in loaded])
         self._wait_for_all()

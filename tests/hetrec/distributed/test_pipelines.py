@@ -53,6 +53,18 @@ def test_training_is_that_of_the_unsharded_model(
         assert collection.stats().steps == len(data)
 
 
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_synchronous_steps(pipeline: Callable[..., Any]) -> None:
+    """A batch's rows are those after the step before it, whenever a pipeline asks for them."""
+    outputs = []
+    for trainer, consistency in ((Inline, "het"), (pipeline, "bsp")):
+        model = parallel(EmbeddingOptimizer("adagrad", lr=LR), CacheConfig(rows=64, consistency=consistency))
+        trained = trainer(model, torch.optim.SGD(model.parameters(), lr=LR), CPU)
+        data = once(batches(8))
+        outputs.append(torch.cat([trained.progress(data).detach() for _ in range(8)]))
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-5)
+
+
 class Witness(LocalStore):
     """Answers exchanges only as often as it is allowed to."""
 
