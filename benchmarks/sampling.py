@@ -1,10 +1,11 @@
 """Neighbour sampling: edges drawn a second on one core, with all that makes a batch of them.
 
 A batch is what the graph data modules' readers ask of the op, of memory-mapped arrays as theirs: seeds, two hops,
-neighbours without replacement, every node once, edges relabelled to positions. The seeds of a round are all nodes in a shuffled order, a batch at a time, so
-the graph is as cold in the processor's caches as its size makes it. "As batches": the same through the data modules'
-loader, with labels and KeyedJaggedTensor. Edges a second of processor time (of the one thread that works) are what a core
-does; those of wall time are lower where other work shares the machine. Medians over rounds.
+neighbours without replacement, every node once, edges relabelled to positions. The seeds of a round are all nodes in
+a shuffled order, a batch at a time, so the graph is as cold in the processor's caches as its size makes it. "As
+batches": the same through the data modules' loader, with labels and KeyedJaggedTensor. Edges a second of processor
+time (of the one thread that works) are what a core does; those of wall time are lower where other work shares the
+machine. Medians over rounds.
 
 The facebook page network is read where it lies at ../shared/data/graph/facebook beside the checkout, or at --facebook;
 synthetic graphs (datamodules.graph_synthetic) are measured always.

@@ -58,6 +58,8 @@ def headerless(path: Path, dtype: pa.DataType) -> Iterator[npt.NDArray[np.generi
         options = pa.csv.ConvertOptions(column_types=types)
         with pa.csv.open_csv(path, _read_options(header=False), convert_options=options) as reader:
             for batch in reader:
+                if pa.types.is_integer(dtype) and any(column.null_count for column in batch.columns):
+                    raise DataError(f"{path} has lines with missing values; every line needs {width} integers")
                 yield np.stack([column.to_numpy(zero_copy_only=False) for column in batch.columns], axis=1)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error

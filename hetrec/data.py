@@ -151,7 +151,8 @@ class GraphBatch(Batch):
 
     Attributes:
         dense_features: float32, (n, number of dense columns).
-        sparse_features: keys ``spec.sparse_names``, stride n; values int64, lengths int32. ``NODE``: one id a node.
+        sparse_features: keys ``spec.sparse_names``, stride n; values int64, lengths int32. ``NODE`` comes
+            first, one id a node, so the first S values are the seeds' ids.
         labels: int64, (S,): the seeds' classes, -1 where unknown (prediction only).
         edge_index: int64, (2, E'): for every sampled edge the position (not the id) of the neighbour, then that of the
             node it is a neighbour of; grouped by hop.

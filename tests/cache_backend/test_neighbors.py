@@ -255,6 +255,23 @@ def test_every_process_draws_the_same() -> None:
     assert run[0].stdout == run[1].stdout != ""
 
 
+def test_ids_and_edges_beyond_32_bits(tmp_path: Path) -> None:
+    """A graph of 2^32 nodes and edges, in files that are nearly all holes."""
+    big = 2**32
+    colptr, row = (
+        np.memmap(tmp_path / name, dtype=np.int64, mode="w+", shape=(size,))
+        for name, size in (("colptr", big + 1), ("row", big))
+    )
+    colptr[big - 1 :] = big - 3, big  # the last node has the last three edges
+    row[big - 3 :] = big - 2, 7, big - 1
+    seeds = torch.tensor([big - 1])
+    nodes, edge_index, *_ = ops.sample_neighbors(*map(torch.from_numpy, (colptr, row)), seeds, [-1], 0, 0, 0)
+    assert nodes.tolist() == [big - 1, big - 2, 7]
+    assert edge_index.tolist() == [[1, 2, 0], [0, 0, 0]]
+    nodes, *_ = ops.sample_neighbors(*map(torch.from_numpy, (colptr, row)), seeds, [2], 0, 0, 0)
+    assert set(nodes.tolist()) <= {big - 1, big - 2, 7}
+
+
 def test_what_cannot_be_sampled_is_named() -> None:
     colptr, row = csc(RING)
     ok = torch.tensor([1, 3])

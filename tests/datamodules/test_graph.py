@@ -126,6 +126,15 @@ def test_the_copy_is_made_once_and_anew_when_the_source_changes(
     assert row.tolist() == [1, 0, 2, 5, 1, 1]  # whoever has the old copy open keeps it
 
 
+def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    path = folder(tmp_path / "g")
+    (tmp_path / "g.graph").mkdir()
+    (tmp_path / "g.graph" / "notes.txt").write_text("mine")
+    with pytest.raises(DataError, match=r"holds files that were not made here; set data.cache_dir"):
+        _ = GraphDataModule(str(path)).graph
+    assert (tmp_path / "g.graph" / "notes.txt").read_text() == "mine"
+
+
 def test_what_is_missing_is_said_with_what_it_should_look_like(tmp_path: Path) -> None:
     data = GraphDataModule(str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match=r"does not exist; expected a folder with edges.csv \(columns id_1, id_2\)"):

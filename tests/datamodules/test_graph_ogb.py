@@ -114,6 +114,8 @@ def test_mag(mag: Path) -> None:
     [
         ("raw/edge.csv.gz", None, "edge.csv.gz cannot be read"),
         ("raw/edge.csv.gz", ["0,1,2"], "edge.csv.gz has 3 columns; expected two"),
+        ("raw/edge.csv.gz", ["0,1", "2,"], "edge.csv.gz has lines with missing values; every line needs 2 integers"),
+        ("raw/edge.csv.gz", ["0,x"], "edge.csv.gz cannot be read: .*invalid value 'x'"),
         ("raw/edge.csv.gz", ["0,12"], "edges name 12; expected 0 .. 11"),
         ("raw/num-node-list.csv.gz", ["3", "9"], "counts the nodes of 2 graphs"),
         ("raw/node-label.csv.gz", ["1"], "has 1 lines for 12 nodes"),
