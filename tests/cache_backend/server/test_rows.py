@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ import pyarrow.flight as fl
 import pytest
 from running import DIM, STATE, TABLE, Peer, Program
 
+from cache_backend import RemoteStore, StoredRows, StoreError, TableSchema
 from cache_backend.row_batches import rows_schema
 
 WIDTH = DIM + STATE
@@ -171,6 +173,52 @@ def test_limits(program: Callable[..., Program], peer: Callable[..., Peer]) -> N
     assert client.act("stats")["rows"] == 100
     assert {len(piece) for piece in get(client).to_batches()} <= set(range(1, 11))
     assert get(client).num_rows == 100
+
+
+def test_a_token(program: Callable[..., Program], peer: Callable[..., Peer], tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    address = program("--token-file", str(tmp_path / "token")).address
+    client = peer(address, token="Bearer secret")
+    client.open()
+    put(client, batch(TEN))
+    for stranger in (peer(address), peer(address, token="Bearer guess")):
+        for call in (lambda c=stranger: put(c, batch(TEN, value=2.0)), lambda c=stranger: get(c)):
+            with pytest.raises(fl.FlightUnauthenticatedError):
+                call()
+    assert client.read(TEN) == [1.0] * 10
+    store = RemoteStore([address], token_file=str(tmp_path / "token"))
+    assert sum(len(rows) for rows in store.export([0])) == 10
+    store.erase([0])
+    assert store.stats().rows == 0
+    store.close()
+
+
+def test_a_server_that_comes_back(program: Callable[..., Program], tmp_path: Path) -> None:
+    """Calls that it interrupts are made again; one that lost its rows is found out."""
+    options = ("--data", str(tmp_path), "--durability", "log")
+    server = program(*options)
+    store = RemoteStore([server.address], timeout_s=5, retry_s=30)
+    (table,) = store.open([TableSchema(**TABLE)])
+    keys = np.arange(1000)
+    rows = StoredRows(DIM, STATE, np.full(1000, table, np.int32), keys, keys, np.ones((1000, WIDTH), np.float32))
+    store.assign(rows)
+    server.stop(signal.SIGKILL)
+    starting = threading.Timer(0.5, program, options, {"listen": server.address})
+    starting.start()
+    store.assign(rows)
+    starting.join()
+    assert sum(len(piece) for piece in store.export([table])) == 1000
+    store.close()
+
+    server = program()
+    store = RemoteStore([server.address], timeout_s=5, retry_s=30)
+    store.open([TableSchema(**TABLE)])
+    server.stop(signal.SIGKILL)
+    program(listen=server.address)
+    for call in (lambda: list(store.export([0])), lambda: store.assign(rows), lambda: store.erase([0])):
+        with pytest.raises(StoreError, match="lost its rows"):
+            call()
+    store.close()
 
 
 def test_rows_of_another_shard(program: Callable[..., Program], peer: Callable[..., Peer]) -> None:
