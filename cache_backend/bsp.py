@@ -1,4 +1,4 @@
-"""One rank's side of synchronous steps (``cache.consistency=bsp``): a cache that only reads, and gradients to send."""
+"""One rank's side of synchronous steps (``cache.consistency=bsp``): a cache of rows that the store trains."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ class RankGroup:
 
 
 class SynchronousCache(Cache):
-    """Keeps rows that the store alone trains. A cached row is valid while nobody has stepped it, which the store is
-    asked of every row of a batch; rows that were not stepped since do not travel.
+    """Keeps rows that the store trains. A cached row is valid while no other rank has stepped it, which the store is
+    asked of every row of a batch; those that nobody else stepped do not travel.
 
     An update hands in this rank's share of a round, which goes out with the request of the next plan, or with a flush.
-    Between the update and that request nothing may be planned.
+    The cached row makes the same step at once, with this rank's gradient alone, and its clock advances by one. Where
+    other ranks had a gradient too, the clock at the store advances by more, so that the row is found stale.
 
     Args:
         ranks: who steps together. All of them must step the same number of times.
@@ -86,10 +87,15 @@ class SynchronousCache(Cache):
         rows, bags = plan.rows, (bag_of, bag_offsets, weights, feature_mean)
         grads = ops.bag_grad(grad, rows.order, rows.splits, *bags, self.dim, scale)
         self._put(rows.tables, rows.keys, grads, lr)
+        self._step(plan.slots, grads, lr)
         self.release(plan)
 
     def update_rows(self, slots: Tensor, grads: Tensor, lr: float) -> None:
         self._put(self.meta.view(torch.int32)[slots, _TABLE], self.meta[slots, 0], grads, lr)
+        self._step(slots, grads, lr)
+
+    def _step(self, slots: Tensor, grads: Tensor, lr: float) -> None:
+        ops.row_update(self.rows, self.meta, slots, grads, self.dim, self.optimizer.id, lr, self._settings, False)
 
     def flush(self) -> None:
         """Take part in the last round, if this rank's share is still here, and wait until it is applied."""

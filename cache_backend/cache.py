@@ -266,7 +266,7 @@ class Cache:
 
     def update_rows(self, slots: Tensor, grads: Tensor, lr: float) -> None:
         """One optimizer step with grads float32 (n, dim) on slots (n,), which must be distinct. Unpins nothing."""
-        ops.row_update(self.rows, self.meta, slots, grads, self.dim, self.optimizer.id, lr, self._settings)
+        ops.row_update(self.rows, self.meta, slots, grads, self.dim, self.optimizer.id, lr, self._settings, True)
 
     def release(self, plan: CachePlan) -> None:
         """Unpin the batch's rows."""

@@ -37,8 +37,8 @@ class CacheConfig:
             keeps, before anything else, what the coming batches (``data.lookahead``, at most 64) use soonest.
         consistency: ``het``: rows are trained in the cache, and replicas drift apart up to the bound. ``bsp``: all
             ranks' gradients of a step are summed at the store and applied as one optimizer step before any read of the
-            next, as if one process trained on their batches together. Cached rows are then only read, and valid while
-            nobody has stepped them; ``staleness`` and ``prefetch_depth`` have no meaning.
+            next, as if one process trained on their batches together. A cached row is then valid while no other rank
+            has stepped it; ``staleness`` and ``prefetch_depth`` have no meaning.
         prefetch_depth: batches whose exchange with the store is under way while the current one computes, as far as
             the loader looks ahead. 0: every exchange is waited for.
     """

@@ -219,7 +219,15 @@ def _(
 
 @torch.library.register_fake("hetrec::row_update")
 def _(
-    rows: Tensor, meta: Tensor, slots: Tensor, grads: Tensor, dim: int, optimizer: int, lr: float, settings: Tensor
+    rows: Tensor,
+    meta: Tensor,
+    slots: Tensor,
+    grads: Tensor,
+    dim: int,
+    optimizer: int,
+    lr: float,
+    settings: Tensor,
+    pending: bool,
 ) -> None:
     return None
 

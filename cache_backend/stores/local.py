@@ -85,8 +85,7 @@ class LocalStore:
 
     def _step(self, table: EmbeddingTable, request: ExchangeRequest, share: Share) -> None:
         def apply(shares: Sequence[Share]) -> None:
-            tables, keys = (np.concatenate([getattr(s, name) for s in shares]) for name in ("tables", "keys"))
-            table.step(tables, keys, np.concatenate([s.gradients for s in shares]), share.step)
+            table.step([(s.tables, s.keys, s.gradients) for s in shares], share.step)
 
         key = share.group, request.dim, request.state_dim
         self._rounds.add(key, share.number, share.rank, share.ranks, share.step, share, apply, _WAIT_S)

@@ -67,10 +67,11 @@ STABLE_TORCH_LIBRARY(hetrec, m) {
       "Tensor splits, Tensor? bag_of, Tensor bag_offsets, Tensor? weights, Tensor feature_mean, int dim, float scale, "
       "int optimizer, float lr, Tensor settings) -> ()");
   // One optimizer step on each slot with its gradient (n, D). settings float32: OptimizerSettings of
-  // core/optimizer.h, always in host memory.
+  // core/optimizer.h, always in host memory. pending: the change is to be pushed; otherwise the store makes it too, and
+  // the row's clock advances as it does there.
   m.def(
       "row_update(Tensor(a!) rows, Tensor(b!) meta, Tensor slots, Tensor grads, int dim, int optimizer, float lr, "
-      "Tensor settings) -> ()");
+      "Tensor settings, bool pending) -> ()");
   // Neighbours of seed nodes, hop by hop, uniform without replacement. Graph in CSC form, int64: the in-neighbours of
   // node v are row[colptr[v] .. colptr[v + 1]]. seeds int64 (S), distinct; fanouts: neighbours a node in each of H
   // hops, -1: all. nodes (n): the seeds in their order, then each other node once, as found; edge_index (2, E'):

@@ -211,7 +211,7 @@ void EmbeddingTable::step(const StepView& step, float lr, const OptimizerSetting
         step_row<Optimizer::kAdam, false>(row, gradient, dim_, lr, settings);
         break;
     }
-    set_clock(*header, clock_of(*header) + 1);
+    set_clock(*header, clock_of(*header) + step.advances[i]);
   });
 }
 

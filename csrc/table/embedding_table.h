@@ -31,11 +31,12 @@ struct PushView {
   const float* deltas;
 };
 
-// Gradients of distinct rows, (n, dim) floats, which a step uses up.
+// Gradients of distinct rows, (n, dim) floats, which a step uses up, and by how much their clocks advance.
 struct StepView {
   int64_t n;
   const int32_t* tables;
   const int64_t* keys;
+  const int64_t* advances;
   float* gradients;
 };
 
@@ -74,7 +75,7 @@ class EmbeddingTable {
   void change(int64_t n, const int32_t* tables, const int64_t* keys,
               const std::function<void(int64_t, float*, bool)>& write);
 
-  // One step of each table's optimizer on its rows, creating the row where it is fresh. Clocks advance by one. Throws
+  // One step of each table's optimizer on its rows, creating the row where it is fresh. Throws
   // std::out_of_range before anything is applied when a table was not declared.
   void step(const StepView& step, float lr, const OptimizerSettings& settings);
 

@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #if defined(__GLIBC__)
@@ -12,6 +13,7 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -69,16 +71,20 @@ void set_step(float* lr, hetrec::OptimizerSettings* settings, const Vec<const fl
   std::memcpy(settings, values + 1, sizeof(*settings));
 }
 
-void step(EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int64_t> keys, Mat<const float> gradients,
-          Vec<const float> how) {
-  const size_t n = keys.shape(0);
+using Gradients = std::tuple<Vec<const int32_t>, Vec<const int64_t>, Mat<const float>>;
+
+void step(EmbeddingTable& self, const std::vector<Gradients>& shares, Vec<const float> how) {
   float lr = 0.f;
   hetrec::OptimizerSettings settings;
   set_step(&lr, &settings, how);
-  const hetrec::GradientView share{static_cast<int64_t>(n), checked(tables, "tables", n), keys.data(),
-                                   checked(gradients, "gradients", n, self.dim())};
+  std::vector<hetrec::GradientView> views;
+  for (const auto& [tables, keys, gradients] : shares) {
+    const size_t n = keys.shape(0);
+    views.push_back({static_cast<int64_t>(views.size()), static_cast<int64_t>(n), checked(tables, "tables", n),
+                     keys.data(), checked(gradients, "gradients", n, self.dim())});
+  }
   const nb::gil_scoped_release release;
-  hetrec::step_rows(self, {share}, lr, settings);
+  hetrec::step_rows(self, views, lr, settings);
 }
 
 void push(EmbeddingTable& self, Vec<const int32_t> tables, Vec<const int64_t> keys, Vec<const int64_t> start_clocks,
@@ -179,13 +185,8 @@ nb::tuple stale(const EmbeddingTable& self, Vec<const int32_t> tables, Vec<const
 
 using Bytes = Vec<const uint8_t>;
 
-nb::object encode_request(uint64_t worker, uint64_t session, uint64_t sequence, uint64_t generation, uint32_t dim,
-                          uint32_t state_dim, uint8_t push_codec, uint8_t fetch_codec, Vec<const int32_t> push_tables,
-                          Vec<const int64_t> push_keys, Vec<const int64_t> push_starts, Vec<const int64_t> push_clocks,
-                          Mat<const float> deltas, Vec<const int32_t> check_tables, Vec<const int64_t> check_keys,
-                          Vec<const int64_t> check_clocks, Vec<const int64_t> check_staleness,
-                          Vec<const int32_t> fetch_tables, Vec<const int64_t> fetch_keys,
-                          std::optional<Vec<const int64_t>> places, hetrec::Residuals* residuals) {
+RequestHeader header_of(uint64_t worker, uint64_t session, uint64_t sequence, uint64_t generation, uint32_t dim,
+                        uint32_t state_dim, uint8_t push_codec, uint8_t fetch_codec) {
   RequestHeader header{};
   header.worker = worker;
   header.session = session;
@@ -195,7 +196,30 @@ nb::object encode_request(uint64_t worker, uint64_t session, uint64_t sequence, 
   header.state_dim = state_dim;
   header.push_codec = push_codec;
   header.fetch_codec = fetch_codec;
-  const size_t n_push = push_keys.shape(0), n_check = check_keys.shape(0), n_fetch = fetch_keys.shape(0);
+  return header;
+}
+
+hetrec::CheckView check_view(const Vec<const int32_t>& tables, const Vec<const int64_t>& keys,
+                             const Vec<const int64_t>& clocks, const Vec<const int64_t>& staleness) {
+  const size_t n = keys.shape(0);
+  return {static_cast<int64_t>(n), checked(tables, "check_tables", n), keys.data(), checked(clocks, "check_clocks", n),
+          checked(staleness, "check_staleness", n)};
+}
+
+hetrec::RowNames row_names(const Vec<const int32_t>& tables, const Vec<const int64_t>& keys) {
+  return {static_cast<int64_t>(keys.shape(0)), checked(tables, "fetch_tables", keys.shape(0)), keys.data()};
+}
+
+nb::object encode_request(uint64_t worker, uint64_t session, uint64_t sequence, uint64_t generation, uint32_t dim,
+                          uint32_t state_dim, uint8_t push_codec, uint8_t fetch_codec, Vec<const int32_t> push_tables,
+                          Vec<const int64_t> push_keys, Vec<const int64_t> push_starts, Vec<const int64_t> push_clocks,
+                          Mat<const float> deltas, Vec<const int32_t> check_tables, Vec<const int64_t> check_keys,
+                          Vec<const int64_t> check_clocks, Vec<const int64_t> check_staleness,
+                          Vec<const int32_t> fetch_tables, Vec<const int64_t> fetch_keys,
+                          std::optional<Vec<const int64_t>> places, hetrec::Residuals* residuals) {
+  const RequestHeader header =
+      header_of(worker, session, sequence, generation, dim, state_dim, push_codec, fetch_codec);
+  const size_t n_push = push_keys.shape(0);
   const hetrec::PushView push{static_cast<int64_t>(n_push),
                               checked(push_tables, "push_tables", n_push),
                               push_keys.data(),
@@ -209,11 +233,8 @@ nb::object encode_request(uint64_t worker, uint64_t session, uint64_t sequence, 
                                   std::to_string(deltas.shape(0)));
     }
   }
-  const hetrec::CheckView check{static_cast<int64_t>(n_check), checked(check_tables, "check_tables", n_check),
-                                check_keys.data(), checked(check_clocks, "check_clocks", n_check),
-                                checked(check_staleness, "check_staleness", n_check)};
-  const hetrec::RowNames fetch{static_cast<int64_t>(n_fetch), checked(fetch_tables, "fetch_tables", n_fetch),
-                               fetch_keys.data()};
+  const hetrec::CheckView check = check_view(check_tables, check_keys, check_clocks, check_staleness);
+  const hetrec::RowNames fetch = row_names(fetch_tables, fetch_keys);
   if (residuals != nullptr && (static_cast<uint8_t>(residuals->codec()) != push_codec || residuals->dim() != dim ||
                                residuals->state_dim() != state_dim)) {
     throw std::invalid_argument("these residuals are of another codec or row format than the request");
@@ -233,29 +254,19 @@ nb::object encode_share(uint64_t worker, uint64_t session, uint64_t sequence, ui
                         Vec<const int32_t> check_tables, Vec<const int64_t> check_keys, Vec<const int64_t> check_clocks,
                         Vec<const int64_t> check_staleness, Vec<const int32_t> fetch_tables,
                         Vec<const int64_t> fetch_keys) {
-  RequestHeader header{};
-  header.worker = worker;
-  header.session = session;
-  header.sequence = sequence;
-  header.generation = generation;
-  header.dim = dim;
-  header.state_dim = state_dim;
-  header.push_codec = push_codec;
-  header.fetch_codec = fetch_codec;
+  const RequestHeader header =
+      header_of(worker, session, sequence, generation, dim, state_dim, push_codec, fetch_codec);
   RoundHeader round{group, number, rank, ranks, more, wait_ms, 0.f, {}, 0};
   set_step(&round.lr, &round.settings, step);
-  const size_t n_push = push_keys.shape(0), n_check = check_keys.shape(0), n_fetch = fetch_keys.shape(0);
+  const size_t n_push = push_keys.shape(0);
   const hetrec::PushView push{static_cast<int64_t>(n_push),
                               checked(push_tables, "push_tables", n_push),
                               push_keys.data(),
                               nullptr,
                               nullptr,
                               checked(gradients, "gradients", n_push, dim)};
-  const hetrec::CheckView check{static_cast<int64_t>(n_check), checked(check_tables, "check_tables", n_check),
-                                check_keys.data(), checked(check_clocks, "check_clocks", n_check),
-                                checked(check_staleness, "check_staleness", n_check)};
-  const hetrec::RowNames fetch{static_cast<int64_t>(n_fetch), checked(fetch_tables, "fetch_tables", n_fetch),
-                               fetch_keys.data()};
+  const hetrec::CheckView check = check_view(check_tables, check_keys, check_clocks, check_staleness);
+  const hetrec::RowNames fetch = row_names(fetch_tables, fetch_keys);
   hetrec::Frame frame;
   {
     const nb::gil_scoped_release release;
@@ -486,9 +497,10 @@ NB_MODULE(_table, m) {
       .def("push", &push, nb::arg("tables"), nb::arg("keys"), nb::arg("start_clocks"), nb::arg("clocks"),
            nb::arg("deltas"), nb::arg("rule") = "lamport",
            "Add `deltas` (n, dim + state_dim) float32 to the rows and merge their clocks.")
-      .def("step", &step, nb::arg("tables"), nb::arg("keys"), nb::arg("gradients"), nb::arg("step"),
-           "Sum the gradients (n, dim) float32 of each row and step it once; step: learning rate and the optimizer's "
-           "settings, float32 (7,). Clocks advance by one.")
+      .def("step", &step, nb::arg("shares"), nb::arg("step"),
+           "shares: (tables, keys, gradients (n, dim) float32) of each rank. Sum the gradients of each row and step it "
+           "once; step: learning rate and the optimizer's settings, float32 (7,). A row's clock advances by the number "
+           "of ranks that had a gradient for it.")
       .def("fetch", &fetch, nb::arg("tables"), nb::arg("keys"), nb::arg("rows"), nb::arg("clocks"), nb::arg("fresh"),
            "Copy rows and clocks into the given arrays; fresh[i] = 1 where nobody wrote row i (left untouched).")
       .def("stale", &stale, nb::arg("tables"), nb::arg("keys"), nb::arg("clocks"), nb::arg("staleness"),

@@ -379,7 +379,8 @@ void apply_push(EmbeddingTable& table, const Request& request, ClockRule rule, c
 void apply_round(EmbeddingTable& table, const std::vector<const Request*>& shares, const uint8_t* skip) {
   std::vector<GradientView> gradients;
   for (const Request* share : shares) {
-    gradients.push_back({share->header.n_push, share->push_tables.data(), share->push_keys.data(), share->deltas});
+    gradients.push_back(
+        {share->round.rank, share->header.n_push, share->push_tables.data(), share->push_keys.data(), share->deltas});
   }
   const RoundHeader& round = shares.front()->round;
   step_rows(table, gradients, round.lr, round.settings, skip);

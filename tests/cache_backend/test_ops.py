@@ -69,7 +69,7 @@ def cases() -> dict[str, tuple]:
             *(*bags, DIM, 0.5, *adagrad),
         ),
         "sample_neighbors": (*graph, torch.tensor([4, 1]), [2, -1], 7, 1, 3),
-        "row_update": (cache.rows, cache.meta, plan.slots, torch.randn(plan.slots.numel(), DIM), DIM, *adagrad),
+        "row_update": (cache.rows, cache.meta, plan.slots, torch.randn(plan.slots.numel(), DIM), DIM, *adagrad, True),
     }
 
 

@@ -137,6 +137,24 @@ def test_every_policy_of_the_cache(shard_addresses: Addresses, policy: Any) -> N
     assert_trained(trained, expected_rows(f"{policy}-", optimizer, batches))
 
 
+def test_rows_that_no_other_rank_steps_do_not_travel_again(shard_addresses: Addresses) -> None:
+    """Rank r alone uses the rows from 10 + 10 r on, both use rows 0 to 4, and each batch holds all of a rank's rows."""
+    optimizer = EmbeddingOptimizer("adam", eps=1e-3)
+    batches = []
+    for r in range(2):
+        keys = [[key] for key in [*range(10 + 10 * r, 20 + 10 * r), *range(5)]]
+        batches.append([batch(NAMES, keys * len(NAMES))] * 10)
+    trained = train_ranks(
+        stores_of(shard_addresses, 2, 1), "travel-", optimizer, batches, CacheConfig(consistency="bsp")
+    )
+    for collection in trained:
+        stats = collection.stats()
+        # Of three tables 15 rows each: all are new at first, and then the five that the other rank stepped come again.
+        assert (stats.misses, stats.stale, stats.hits) == (3 * 15, 9 * 3 * 5, 9 * 3 * 10)
+        assert stats.fetched == 3 * 15
+    assert_trained(trained, expected_rows("travel-", optimizer, batches))
+
+
 def test_gradients_of_several_batches_and_of_none(shard_addresses: Addresses) -> None:
     """Two batches a step, one of which has no rows on the second rank, and a step for which it has none at all."""
     optimizer, generator = EmbeddingOptimizer("adam", eps=1e-3), torch.Generator().manual_seed(2)

@@ -248,7 +248,7 @@ void bag_update(Tensor rows_t, Tensor meta_t, Tensor priority_t, const Tensor& s
 }
 
 void row_update(Tensor rows_t, Tensor meta_t, const Tensor& slots_t, const Tensor& grads_t, int64_t dim,
-                int64_t optimizer, double lr, const Tensor& settings_t) {
+                int64_t optimizer, double lr, const Tensor& settings_t, bool pending) {
   const Slots slots(meta_t, rows_t);
   const OptimizerSettings settings = settings_of(settings_t);
   const auto* slot_of = data<const int64_t>(slots_t, "slots");
@@ -258,8 +258,14 @@ void row_update(Tensor rows_t, Tensor meta_t, const Tensor& slots_t, const Tenso
   dispatch(optimizer, dim, slots.width, [&]<Optimizer kOptimizer, int kDim>() {
     for (int64_t i = 0; i < slots_t.numel(); ++i) {
       std::copy_n(grads + i * dim, dim, grad.data());
-      step_row<kOptimizer, true>(row_ref(slots, slot_of[i], dim), grad.data(), dim, static_cast<float>(lr), settings);
-      ++slots.meta[slot_of[i]].pending;
+      const RowRef row = row_ref(slots, slot_of[i], dim);
+      if (pending) {
+        step_row<kOptimizer, true>(row, grad.data(), dim, static_cast<float>(lr), settings);
+        ++slots.meta[slot_of[i]].pending;
+      } else {
+        step_row<kOptimizer, false>(row, grad.data(), dim, static_cast<float>(lr), settings);
+        ++slots.meta[slot_of[i]].start_clock;
+      }
     }
   });
 }
