@@ -81,7 +81,10 @@ def assert_same_training(one: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model=deepfn"], "unknown model 'deepfn', did you mean 'deepfm'? configs/model has: dcn, deepfm, wdl"),
+        (
+            ["model=deepfn"],
+            "unknown model 'deepfn', did you mean 'deepfm'? configs/model has: dcn, deepfm, graphsage, wdl",
+        ),
         (
             ["model.embeding_dim=4"],
             "unknown option 'model.embeding_dim', did you mean 'model.embedding_dim'? there are:",
@@ -196,7 +199,9 @@ def test_the_program_exits_with_2_and_without_a_traceback() -> None:
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2
     assert out == ""
-    assert err == "error: unknown model 'deepfn', did you mean 'deepfm'? configs/model has: dcn, deepfm, wdl\n"
+    assert (
+        err == "error: unknown model 'deepfn', did you mean 'deepfm'? configs/model has: dcn, deepfm, graphsage, wdl\n"
+    )
 
 
 def test_ctrl_c_ends_a_run_with_130_and_without_a_traceback(rows: tuple[str, ...]) -> None:
@@ -267,7 +272,7 @@ def test_every_configuration_file_is_valid(
 def test_help_names_what_there_is(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(CONFIGS, words) == 0
     out = capsys.readouterr().out
-    assert "model=dcn|deepfm|wdl" in out if words == ["--help"] else "--trainer.max_epochs" in out
+    assert "model=dcn|deepfm|graphsage|wdl" in out if words == ["--help"] else "--trainer.max_epochs" in out
 
 
 # What a run does.
