@@ -104,11 +104,11 @@ class _ShardedHetCollection(
         if self._env.process_group is not None and self._env.world_size > 1:
             dist.barrier(self._env.process_group)
 
-    def _of_all(self, mine: str) -> list[str]:
+    def _of_all(self, mine: list[str]) -> list[list[str]]:
         """What every rank says, by rank."""
         if self._env.process_group is None or self._env.world_size == 1:
             return [mine]
-        said: list[str] = [""] * self._env.world_size
+        said: list[list[str]] = [[]] * self._env.world_size
         dist.all_gather_object(said, mine, self._env.process_group)
         return said
 
@@ -136,16 +136,19 @@ class _ShardedHetCollection(
         """
         store, tables = self.collection.stored_tables()
         within = f"{prefix}{self.TABLES}"
-        loaded: list[tuple[StoredTable, dict[str, Tensor]]] = []
+        shares: list[dict[str, Tensor] | None] = []
+        found: list[str] = []  # of each table: there, absent or wrong
         for table in tables:
             errors: list[str] = []
-            share = read_share(table, state_dict, within, missing_keys, errors)
+            shares.append(read_share(table, state_dict, within, missing_keys, errors))
+            found.append("there" if shares[-1] is not None else "wrong" if errors else "absent")
             error_msgs += errors
-            said = self._of_all("wrong" if errors else "absent" if share is None else "there")
-            if share is not None and set(said) == {"there"}:
+        loaded: list[tuple[StoredTable, dict[str, Tensor]]] = []
+        for table, share, by_rank in zip(tables, shares, zip(*self._of_all(found), strict=True), strict=True):
+            if share is not None and set(by_rank) == {"there"}:
                 loaded.append((table, share))
-            elif share is not None or set(said) != {said[self._env.rank]}:
-                others = ", ".join(f"{rank} ({what})" for rank, what in enumerate(said) if what != "there")
+            elif len(set(by_rank)) > 1:
+                others = ", ".join(f"{rank} ({what})" for rank, what in enumerate(by_rank) if what != "there")
                 error_msgs.append(f"{within}.{table.name} is not loaded, because of the state dicts of ranks {others}")
         if strict:
             known = {f"{within}.{table.name}.{part}" for table in tables for part in part_names(table)}

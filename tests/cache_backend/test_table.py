@@ -129,3 +129,59 @@ def test_bad_calls_change_nothing() -> None:
     with pytest.raises(ValueError, match="dim >= 1"):
         EmbeddingTable(0, 1)
     assert len(table) == 0
+
+
+def contents(table: EmbeddingTable) -> dict[tuple[int, int], tuple[int, int, bytes]]:
+    """Bucket, clock and values of every row."""
+    found = {}
+    for bucket in range(BUCKETS):
+        n = table.bucket_size(bucket)
+        tables, keys, clocks = np.empty(n, np.int32), np.empty(n, np.int64), np.empty(n, np.int64)
+        rows = np.empty((n, DIM + STATE), np.float32)
+        table.export_bucket(bucket, tables, keys, clocks, rows)
+        for t, key, clock, row in zip(tables.tolist(), keys.tolist(), clocks.tolist(), rows, strict=True):
+            found[t, key] = bucket, clock, row.tobytes()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_erasing_and_assigning_where_buckets_are_not_skipped(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    table, model = new_table(), {}
+    for n in (30_000, 5_000, 40_000):  # memory of erased rows serves again
+        rows = [(int(t), int(k)) for t, k in zip(rng.integers(0, 3, n), rng.integers(0, 20_000, n), strict=True)]
+        rows = list(dict.fromkeys(rows))
+        values, clocks = rng.random((len(rows), DIM + STATE), np.float32), rng.integers(0, 9, len(rows))
+        skip = rng.integers(0, 2, BUCKETS).astype(np.uint8)
+        fresh = new_table()
+        fresh.assign(*arrays(rows), clocks, values)
+        assert fresh.memory_bytes > 0
+        for row, (bucket, clock, value) in contents(fresh).items():
+            if not skip[bucket]:
+                model[row] = bucket, clock, value
+        table.assign(*arrays(rows), clocks, values, skip)
+        assert contents(table) == model
+
+        erased = np.array([0, 2], np.int32)
+        skip = rng.integers(0, 2, BUCKETS).astype(np.uint8)
+        gone = [row for row, (bucket, *_) in model.items() if row[0] != 1 and not skip[bucket]]
+        held = table.memory_bytes
+        assert table.erase(erased, skip) == len(gone)
+        for row in gone:
+            del model[row]
+        assert contents(table) == model
+        assert len(table) == len(model)
+        assert table.memory_bytes < held
+
+        first, last = 100, 3000
+        columns = table.rows_of(np.array([1, 2], np.int32), first, last)
+        expected = {row: v for row, v in model.items() if row[0] != 0 and first <= v[0] < last}
+        assert {(t, k) for t, k in zip(columns[0].tolist(), columns[1].tolist(), strict=True)} == set(expected)
+        for t, key, clock, row in zip(*columns, strict=True):
+            assert expected[int(t), int(key)][1:] == (clock, row.tobytes())
+    with pytest.raises(IndexError, match="buckets 5 to 4097"):
+        table.rows_of(np.array([1], np.int32), 5, BUCKETS + 1)
+    for call in (lambda: table.erase(np.array([1, 7], np.int32)), lambda: table.rows_of(np.array([7], np.int32), 0, 1)):
+        with pytest.raises(IndexError, match="table id 7 was not opened"):
+            call()
+    assert contents(table) == model
