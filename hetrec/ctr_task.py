@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hetrec.data import Batch, FeatureSpec
+from hetrec.data import Batch, FeatureSpec, GraphSpec
 from hetrec.embedding_bag import HetEmbeddingBagCollection
 from hetrec.metrics import CTRMetrics
 from hetrec.tables import embedding_bag_tables
@@ -28,12 +28,17 @@ class CTRTask(HetTask):
         extra_columns: a row has so many columns beside the embedding.
 
     Raises:
-        ValueError: a width or a range that is not positive.
+        ValueError: a width or a range that is not positive; the spec of a graph.
     """
 
     monitor = "val_auc"
 
     def __init__(self, spec: FeatureSpec, embedding_dim: int, row_init: float, extra_columns: int = 0) -> None:
+        if isinstance(spec, GraphSpec):
+            raise ValueError(
+                f"{type(self).__name__} predicts clicks, and the data are a graph: use model=graphsage, or data with "
+                "rows and labels (data=criteo, data=parquet, data=synthetic)"
+            )
         if embedding_dim < 1:
             raise ValueError(f"embedding_dim is {embedding_dim}; give a width of at least 1")
         self.row_width = embedding_dim + extra_columns

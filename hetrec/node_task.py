@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from hetrec.data import GraphBatch, GraphSpec
+from hetrec.data import FeatureSpec, GraphBatch, GraphSpec
 from hetrec.embedding import HetEmbeddingCollection
 from hetrec.metrics import NodeMetrics
 from hetrec.tables import embedding_tables
@@ -28,13 +28,18 @@ class NodeTask(HetTask):
         row_init: rows start uniform in [-row_init, row_init].
 
     Raises:
-        ValueError: a width or a range that is not positive.
+        ValueError: a width or a range that is not positive; the spec of data that are not a graph.
     """
 
     monitor = "val_accuracy"
     spec: GraphSpec
 
-    def __init__(self, spec: GraphSpec, embedding_dim: int, row_init: float) -> None:
+    def __init__(self, spec: FeatureSpec, embedding_dim: int, row_init: float) -> None:
+        if not isinstance(spec, GraphSpec):
+            raise ValueError(
+                f"{type(self).__name__} classifies the nodes of a graph, and the data have none: use data=graph or "
+                "data=graph_synthetic"
+            )
         tables = embedding_tables(spec, embedding_dim, row_init)
         super().__init__(spec, HetEmbeddingCollection(tables), lambda: NodeMetrics(spec.num_classes))
         #: Width of a node's input: an embedding a sparse feature, and the dense columns.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import SAGEConv
 from torch_geometric.utils import trim_to_layer
 
-from hetrec.data import GraphBatch, GraphSpec
+from hetrec.data import FeatureSpec, GraphBatch
 from hetrec.node_task import NodeTask
 
 __all__ = ["GraphSAGE"]
@@ -36,7 +36,7 @@ class GraphSAGE(NodeTask):
 
     def __init__(
         self,
-        spec: GraphSpec,
+        spec: FeatureSpec,
         embedding_dim: int = 128,
         hidden_dim: int = 128,
         num_layers: int = 2,
@@ -46,7 +46,7 @@ class GraphSAGE(NodeTask):
         super().__init__(spec, embedding_dim, row_init)
         if num_layers < 1:
             raise ValueError(f"num_layers is {num_layers}; give at least 1")
-        widths = [self.node_width, *[hidden_dim] * (num_layers - 1), spec.num_classes]
+        widths = [self.node_width, *[hidden_dim] * (num_layers - 1), self.spec.num_classes]
         self.convs = nn.ModuleList(SAGEConv(before, after) for before, after in pairwise(widths))
         self.dropout = nn.Dropout(dropout)
 

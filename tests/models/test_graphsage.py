@@ -153,6 +153,17 @@ def test_depth_and_fan_outs_must_agree(tmp_path: Path) -> None:
         GraphSAGE(data.spec, num_layers=0)
 
 
+def test_models_and_data_of_another_kind_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    random_graph(tmp_path / "graph.pt")
+    folder = f"trainer.default_root_dir={tmp_path}"
+    assert main(CONFIGS, ["model=deepfm", "data=graph", f"data.path={tmp_path / 'graph.pt'}", folder]) != 0
+    assert "DeepFM predicts clicks, and the data are a graph: use model=graphsage" in capsys.readouterr().err
+    assert main(CONFIGS, ["model=graphsage", "data=synthetic", f"data.path={tmp_path}", folder]) != 0
+    assert (
+        "GraphSAGE classifies the nodes of a graph, and the data have none: use data=graph" in capsys.readouterr().err
+    )
+
+
 def run(folder: Path, *words: str) -> dict[str, float]:
     """The summary of one run of the program."""
     assert main(CONFIGS, [*words, f"trainer.default_root_dir={folder}", "trainer.enable_progress_bar=false"]) == 0
