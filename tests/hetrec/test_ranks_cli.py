@@ -188,7 +188,7 @@ def test_ranks_predict_what_one_rank_without_servers_predicts(
 
 
 def test_ranks_train_in_step(start: Callable[..., Run]) -> None:
-    run = start("fit", "cache.consistency=bsp", "embedding.name=adam", "store.shards=2")
+    run = start("fit", "cache=bsp", "cache.policy=lru", "embedding.name=adam", "store.shards=2")
     assert run.wait() == 0, run.err
     summary = json.loads((run.files / "summary.json").read_text())
     assert {"val_auc", "test_auc"} <= summary.keys()
