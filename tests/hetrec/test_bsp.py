@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,6 +194,63 @@ def test_a_skipped_step_is_no_round(shard_addresses: Addresses) -> None:
     with ThreadPoolExecutor(2) as pool:
         trained = list(pool.map(rank, range(2)))
     assert_trained(trained, expected_rows("skipped-", optimizer, batches))
+
+
+def test_training_goes_on_from_a_snapshot(shard_addresses: Addresses, tmp_path: Path) -> None:
+    """First within the run that wrote it, whose rounds are numbered on, then in another one with two ranks."""
+    optimizer, generator = EmbeddingOptimizer("adam", eps=1e-3), torch.Generator().manual_seed(5)
+    first, second = ([random_batch(NAMES, 8, 60, generator) for _ in range(5)] for _ in range(2))
+    expected = expected_rows("on-", optimizer, [first + second])
+    (collection,) = train_ranks(stores_of(shard_addresses, 1, 2), "on-", optimizer, [first])
+    store = collection._store
+    assert store is not None
+    store.snapshot(tmp_path / "snapshot")
+
+    def go_on(collection: HetEmbeddingBagCollection, batches: Sequence[KeyedJaggedTensor]) -> None:
+        for i, features in enumerate(batches, 5):
+            loss(collection(features).values(), 8).backward()
+            collection.step(LR * 0.9**i)
+        collection.flush()
+
+    go_on(collection, second[:2])
+    collection(second[0]).values().sum().backward()
+    collection.step(LR)  # not sent when the rows are restored
+    store.restore(tmp_path / "snapshot")
+    collection.reset()
+    go_on(collection, second)
+    assert_trained([collection], expected)
+
+    stores = stores_of(shard_addresses, 2, 1)
+    stores[0].restore(tmp_path / "snapshot")
+    halves = [[*each] for each in zip(*(halved(features) for features in second), strict=True)]
+    group = secrets.randbits(63)
+
+    def rank(i: int) -> HetEmbeddingBagCollection:
+        collection = HetEmbeddingBagCollection(tables("on-"))
+        collection.open(stores[i], CACHE, optimizer, world_size=2, ranks=RankGroup(group, i, 2))
+        for at, features in enumerate(halves[i], 5):
+            loss(collection(features).values(), features.stride()).backward()
+            collection.step(LR * 0.9**at)
+        collection.flush()
+        return collection
+
+    with ThreadPoolExecutor(2) as pool:
+        assert_trained(list(pool.map(rank, range(2))), expected)
+
+
+def halved(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, KeyedJaggedTensor]:
+    """The first and the last four of eight samples."""
+    parts: list[list[Tensor]] = [[], []]
+    lengths: list[list[Tensor]] = [[], []]
+    for name in NAMES:
+        values = features[name].values().split(features[name].lengths().tolist())
+        for half, part in enumerate((slice(0, 4), slice(4, 8))):
+            parts[half] += values[part]
+            lengths[half].append(features[name].lengths()[part])
+    first, last = (
+        KeyedJaggedTensor(NAMES, torch.cat(p), lengths=torch.cat(n)) for p, n in zip(parts, lengths, strict=True)
+    )
+    return first, last
 
 
 def test_a_rank_that_ends_is_named_by_the_others(shard_addresses: Addresses) -> None:
