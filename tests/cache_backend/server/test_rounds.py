@@ -213,7 +213,7 @@ def test_a_rank_that_does_not_come_is_named(standing: Program, group: MakeGroup,
     with pytest.raises(fl.FlightTimedOutError, match=r"round 1 of 4 ranks waits for ranks 0, 1, 3\. Detail") as error:
         third.step(1, [(21, 1.0)], wait_ms=100)
     assert error.value.extra_info == b"round"
-    waits = pool.submit(first.step, 1, [(21, 1.0)], wait_ms=1500)
+    waits = pool.submit(first.step, 1, [(21, 1.0)], wait_ms=5000)
     assert waiting(waits)
     for rank, missing in ((second, "rank 3"), (fourth, "ranks 1, 2")):  # the others have come, and one of them is there
         with pytest.raises(fl.FlightTimedOutError, match=rf"round 1 of 4 ranks waits for {missing}\. Detail"):
