@@ -105,7 +105,7 @@ class NodeMetrics(Evaluation):
 
 
 _COUNTERS = (
-    *("steps", "unique", "hits", "fetched", "pushed", "evicted", "stale", "overflow"),
+    *("steps", "unique", "hits", "fetched", "pushed", "evicted", "stale", "bypassed", "overflow"),
     *("bytes_sent", "bytes_received", "wait_s"),
 )
 
@@ -179,6 +179,7 @@ class TrainingMeter:
             "rows_pushed": s["pushed"],
             "rows_evicted": s["evicted"],
             "rows_refreshed": s["stale"],
+            "rows_bypassed": s["bypassed"],
             "rows_overflowed": s["overflow"],
             "bytes_per_step": (s["bytes_sent"] + s["bytes_received"]) / max(s["steps"], 1.0),  # of one rank
         }

@@ -42,7 +42,8 @@ class HetTask(LightningModule):
 
     Logs ``train_loss``, ``samples_per_s``, ``hit_rate``, ``exchange_wait`` (the share of the time that steps waited for
     the store), ``rows_fetched``, ``rows_pushed``, ``rows_evicted``, ``rows_refreshed`` (at their staleness bound),
-    ``rows_overflowed`` (counts since the start of training), ``bytes_per_step`` (of one rank, both ways),
+    ``rows_bypassed``, ``rows_overflowed`` (see ``CacheStats``; counts since the start of training), ``bytes_per_step``
+    (of one rank, both ways),
     ``staleness_p50``, ``staleness_p99`` (observed: see ``CacheStats.lags``; where several ranks share the store), and
     the task's metrics over the whole epoch and all ranks, as ``val_...`` and ``test_...``.
 
