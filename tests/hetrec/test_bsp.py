@@ -7,6 +7,7 @@ after 15 steps that move them by about as much.
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -178,12 +179,11 @@ def test_large_shares_travel_in_pieces(shard_addresses: Addresses) -> None:
 def test_a_skipped_step_is_no_round(shard_addresses: Addresses) -> None:
     optimizer, generator = EmbeddingOptimizer("sgd"), torch.Generator().manual_seed(4)
     batches = [[random_batch(NAMES, 8, 60, generator) for _ in range(4)] for _ in range(2)]
-    group = secrets.randbits(63)
+    group, stores = secrets.randbits(63), stores_of(shard_addresses, 2, 1)
 
     def rank(i: int) -> HetEmbeddingBagCollection:
-        (store,) = stores_of(shard_addresses, 1, 1)
         collection = HetEmbeddingBagCollection(tables("skipped-"))
-        collection.open(store, CACHE, optimizer, world_size=2, ranks=RankGroup(group, i, 2))
+        collection.open(stores[i], CACHE, optimizer, world_size=2, ranks=RankGroup(group, i, 2))
         for skipped in batches[i]:
             collection.begin(skipped)
             loss(collection(skipped).values(), 8).backward()
@@ -255,15 +255,17 @@ def halved(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, KeyedJaggedT
 
 def test_a_rank_that_ends_is_named_by_the_others(shard_addresses: Addresses) -> None:
     features = batch(NAMES, [[1], [2], [3], [4]])
+    addresses, ready = list(shard_addresses(1)), threading.Barrier(3, timeout=60)
     for retry_s in (0.5, 4.0):  # shorter, and longer, than one call waits
         run = secrets.randbits(63), f"ends-{retry_s}-", retry_s
 
         def rank(i: int, run: tuple[int, str, float] = run) -> HetEmbeddingBagCollection:
             group, prefix, retry_s = run
-            store = RemoteStore(list(shard_addresses(1)), timeout_s=4.0, retry_s=retry_s)
+            store = RemoteStore(addresses, timeout_s=4.0, retry_s=retry_s)
             collection = HetEmbeddingBagCollection(tables(prefix))
             collection.open(store, CACHE, EmbeddingOptimizer("sgd"), world_size=3, ranks=RankGroup(group, i, 3))
             collection(features).values().sum().backward()
+            ready.wait()
             if i != 1:
                 collection.step(0.1)
                 with pytest.raises(StoreError, match=r"round 1 of 3 ranks waits for rank 1, for .* store\.retry_s"):
