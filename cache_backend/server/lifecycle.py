@@ -6,24 +6,40 @@ import os
 import signal
 import threading
 import time
-from types import FrameType
+from contextlib import suppress
 
-__all__ = ["stop_on_signals", "stop_with_parent"]
+__all__ = ["Stop", "stop_with_parent"]
 
 _LOOK_AT_PARENT_S = 1.0
 
 
-def stop_on_signals(stop: threading.Event) -> None:
-    """SIGTERM and SIGINT set ``stop``."""
+class Stop:
+    """Says that the server is to end: a pipe, which signals write to from where the processor takes them.
 
-    def handler(signum: int, frame: FrameType | None) -> None:
-        stop.set()
+    Python runs a signal's handler in the main thread, between two of its instructions. A signal that comes just before
+    the main thread blocks would be heard when it wakes up, that is never; and had the handler to set a
+    ``threading.Event``, it could wait for a lock that the thread it interrupted holds.
+    """
 
-    for which in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(which, handler)
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+
+    def set(self) -> None:
+        with suppress(BlockingIOError):  # full: it was said often enough
+            os.write(self._write, b"!")
+
+    def wait(self) -> None:
+        os.read(self._read, 1)
+
+    def on_signals(self, *signals: signal.Signals) -> None:
+        """These signals set it from now on; call it in the main thread."""
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for which in signals:
+            signal.signal(which, lambda *_: None)
 
 
-def stop_with_parent(stop: threading.Event) -> None:
+def stop_with_parent(stop: Stop) -> None:
     """Set ``stop`` when standard input closes, or when the parent process is gone.
 
     The second is for parents whose other children inherited the pipe and keep it open. Linux's PR_SET_PDEATHSIG would

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -14,7 +15,7 @@ import pyarrow as pa
 
 from cache_backend._table import keep_freed_memory
 from cache_backend.server.errors import StorageError
-from cache_backend.server.lifecycle import stop_on_signals, stop_with_parent
+from cache_backend.server.lifecycle import Stop, stop_with_parent
 from cache_backend.server.limits import Streams
 from cache_backend.server.metrics import Metrics
 from cache_backend.server.options import Options, parse
@@ -43,8 +44,8 @@ def _serve(options: Options) -> int:
     keep_freed_memory()
     check_bind_rule(options)
     _check_port_is_free(options.host, options.port)
-    stop = threading.Event()
-    stop_on_signals(stop)
+    stop = Stop()
+    stop.on_signals(signal.SIGTERM, signal.SIGINT)
     if options.exit_with_stdin:
         stop_with_parent(stop)
     metrics = Metrics()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,12 @@ class LocalStore:
         self._schemas: list[TableSchema] = []
         self._groups: dict[Format, EmbeddingTable] = {}
         self._rounds = Rounds(threading.Lock())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ranks that are started for a run get the settings of a store that nobody has opened.
+        if self._schemas:
+            raise TypeError("a LocalStore that holds tables lives in its process and cannot be copied")
+        return LocalStore, (self._clock, self.exclusive)
 
     def open(self, schemas: Sequence[TableSchema]) -> list[int]:
         known = {schema.name: i for i, schema in enumerate(self._schemas)}

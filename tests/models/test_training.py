@@ -160,7 +160,9 @@ def test_criteo_training_matches_plain_pytorch(
     assert auc == pytest.approx(plain_auc, abs=0.005)
     if optimizer == "sgd":
         assert float(rows_apart.abs().max()) < 1e-5
-        assert float(dense_apart.abs().max()) < 1e-4
+        # How far rounding errors grow in single weights differs from processor to processor.
+        assert float(dense_apart.square().mean().sqrt()) < 1e-5
+        assert float(dense_apart.abs().max()) < 1e-3
     else:
         # Adagrad's first step is the sign of a gradient times the learning rate, however small the gradient: where a
         # rounding error is its sign, single weights go another way. On the average they must not.
