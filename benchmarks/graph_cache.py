@@ -25,12 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # datamodules is p
 
 import numpy as np
 import torch
+from policies import Run
 from report import report_all
 from rich.progress import track
 from sampling import FACEBOOK, facebook, synthetic
 
-from cache_backend import EmbeddingOptimizer, LocalStore, TableSchema, ops
-from cache_backend.cache import Cache, CachePlan, UniqueRows
+from cache_backend import ops
+from cache_backend.cache import UniqueRows
 from datamodules.graph_format import Graph
 
 FRACTIONS = (0.03, 0.05, 0.1, 0.15)
@@ -50,39 +51,14 @@ def batches(graph: Graph, fanouts: list[int], most: int) -> Iterator[UniqueRows]
             yield UniqueRows(*ops.unique_rows(nodes, torch.tensor([0, nodes.numel()]), ONE_TABLE))
 
 
-class Run:
-    """One cache on its way through the batches."""
-
-    def __init__(self, nodes: int, fraction: float, policy: str) -> None:
-        self.store = LocalStore()
-        self.store.open([TableSchema("nodes", 4, "sgd", 7, -0.01, 0.01, 0.0)])
-        self.cache = Cache(max(32, round(fraction * nodes)), 4, EmbeddingOptimizer("sgd"), self.store, 100, policy)
-        self.known = POLICIES[policy]
-        self.miss: list[float] = []
-        self._revealed = 0
-        self._planned = 0
-        self._in_use: deque[CachePlan] = deque()
-
-    def step(self, window: deque[UniqueRows]) -> None:
-        """Plan the first batch of ``window``; those behind it are known as far as the policy may look."""
-        if self.cache.looks_ahead:
-            for rows in list(window)[self._revealed - self._planned : self.known]:
-                self.cache.reveal(rows)
-                self._revealed += 1
-        before = self.cache.stats.misses
-        plan = self.cache.plan(window[0])
-        self._planned += 1
-        self.cache.commit(plan, self.store.exchange(plan.request))
-        self.miss.append((self.cache.stats.misses - before) / window[0].keys.numel())
-        self._in_use.append(plan)
-        if len(self._in_use) == 2:
-            self.cache.release(self._in_use.popleft())
-
-
 def measure(name: str, graph: Graph, most: int) -> Iterator[dict[str, Any]]:
     for shown, fanouts in FANOUTS.items():
         stream = list(batches(graph, fanouts, most))
-        runs = {(f, p): Run(graph.nodes, f, p) for f in FRACTIONS for p in POLICIES}
+        runs = {
+            (f, p): Run(p, depth, rows=max(32, round(f * graph.nodes)))
+            for f in FRACTIONS
+            for p, depth in POLICIES.items()
+        }
         for first in track(range(len(stream)), description=f"{name}, fan-outs {shown}", transient=True):
             window = deque(stream[first : first + max(POLICIES.values())])
             for run in runs.values():

@@ -50,6 +50,7 @@ class Run:
 
     policy: str
     depth: int
+    rows: int = ROWS
     miss: list[float] = field(default_factory=list)
     plan_ns: list[float] = field(default_factory=list)
     reveal_ns: list[float] = field(default_factory=list)
@@ -57,7 +58,7 @@ class Run:
     def __post_init__(self) -> None:
         self.store = LocalStore()
         self.store.open([TableSchema("t", 4, "sgd", 7, -0.01, 0.01, 0.0)])
-        self.cache = Cache(ROWS, 4, EmbeddingOptimizer("sgd"), self.store, 100, self.policy)
+        self.cache = Cache(self.rows, 4, EmbeddingOptimizer("sgd"), self.store, 100, self.policy)
         self.in_use: deque[CachePlan] = deque()
         self.seen = 0
 

@@ -159,7 +159,7 @@ class HetCollection(nn.Module):
         """
         if self.is_open:
             raise RuntimeError("the collection is already open; close() it first")
-        names = [table.name for table in self._tables]
+        names = self.table_names()
         if unknown := sorted(set(cache.table_staleness) - set(names)):
             raise ValueError(
                 f"cache.table_staleness names {', '.join(unknown)}, but there are these tables: {', '.join(names)}"

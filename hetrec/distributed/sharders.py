@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingEnv
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardedModule, ShardingEnv
 
 from cache_backend.config import CacheConfig, EmbeddingOptimizer
 from cache_backend.store import EmbeddingStore
@@ -30,6 +30,10 @@ class HetSharder(ModuleSharder[C], Generic[C]):
         seed: of the initial rows.
     """
 
+    UNSHARDED: type[C]
+    #: What it becomes.
+    SHARDED: ClassVar[type[ShardedModule[Any, Any, Any, Any]]]
+
     def __init__(
         self,
         store: EmbeddingStore,
@@ -43,14 +47,26 @@ class HetSharder(ModuleSharder[C], Generic[C]):
         self._optimizer = optimizer if optimizer is not None else EmbeddingOptimizer()
         self._seed = seed
 
-    def _opened(self, collection: C, env: ShardingEnv) -> tuple[C, EmbeddingOptimizer]:
+    def shard(
+        self,
+        module: C,
+        params: EmbeddingModuleShardingPlan,
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedModule[Any, Any, Any, Any]:
         if env.world_size > 1 and self._store.exclusive:
             raise ValueError(
                 f"{env.world_size} ranks cannot share a {type(self._store).__name__}, which lives in one process; use "
                 "a RemoteStore"
             )
-        collection.open(self._store, self._cache, self._optimizer, seed=self._seed, world_size=env.world_size)
-        return collection, self._optimizer
+        module.open(self._store, self._cache, self._optimizer, seed=self._seed, world_size=env.world_size)
+        sharded: ShardedModule[Any, Any, Any, Any] = self.SHARDED(module, self._optimizer, env, module_fqn)
+        return sharded
+
+    @property
+    def module_type(self) -> type[C]:
+        return self.UNSHARDED
 
     def shardable_parameters(self, module: C) -> dict[str, nn.Parameter]:
         """None: the rows live on the store. ``hetrec.plan`` plans them, TorchRec's planner cannot."""
@@ -60,34 +76,12 @@ class HetSharder(ModuleSharder[C], Generic[C]):
 class HetEmbeddingBagCollectionSharder(HetSharder[HetEmbeddingBagCollection]):
     """Shards ``HetEmbeddingBagCollection`` (see ``HetSharder``)."""
 
-    def shard(
-        self,
-        module: HetEmbeddingBagCollection,
-        params: EmbeddingModuleShardingPlan,
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedHetEmbeddingBagCollection:
-        return ShardedHetEmbeddingBagCollection(*self._opened(module, env), env, module_fqn)
-
-    @property
-    def module_type(self) -> type[HetEmbeddingBagCollection]:
-        return HetEmbeddingBagCollection
+    UNSHARDED = HetEmbeddingBagCollection
+    SHARDED = ShardedHetEmbeddingBagCollection
 
 
 class HetEmbeddingCollectionSharder(HetSharder[HetEmbeddingCollection]):
     """Shards ``HetEmbeddingCollection`` (see ``HetSharder``)."""
 
-    def shard(
-        self,
-        module: HetEmbeddingCollection,
-        params: EmbeddingModuleShardingPlan,
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedHetEmbeddingCollection:
-        return ShardedHetEmbeddingCollection(*self._opened(module, env), env, module_fqn)
-
-    @property
-    def module_type(self) -> type[HetEmbeddingCollection]:
-        return HetEmbeddingCollection
+    UNSHARDED = HetEmbeddingCollection
+    SHARDED = ShardedHetEmbeddingCollection
