@@ -101,36 +101,25 @@ class Pieces:
 
     def encode(self, piece: Piece, **header: Any) -> np.ndarray:
         """A piece's frame; ``header``: the rest of ``_table.encode_request``'s arguments."""
-        push, check, fetch = self.request.push, self.request.check, self.request.fetch
-        p, c, f = piece.pushes, piece.checks, piece.fetches
+        push, p = self.request.push, piece.pushes
         deltas, places = (push.deltas[p], None) if isinstance(p, slice) else (push.deltas, p)  # rows are not copied
         frame: np.ndarray = _table.encode_request(
-            dim=self.request.dim,
-            state_dim=self.request.state_dim,
             push_tables=push.tables[p],
             push_keys=push.keys[p],
             push_starts=push.starts[p],
             push_clocks=push.clocks[p],
             deltas=deltas,
             places=places,
-            check_tables=check.tables[c],
-            check_keys=check.keys[c],
-            check_clocks=check.clocks[c],
-            check_staleness=check.staleness[c],
-            fetch_tables=fetch.tables[f],
-            fetch_keys=fetch.keys[f],
+            **self._asked(piece),
             **header,
         )
         return frame
 
     def encode_share(self, piece: Piece, **header: Any) -> np.ndarray:
         """The frame of a piece with rows of the share; ``header``: the rest of ``_table.encode_share``'s arguments."""
-        share, check, fetch = self.request.share, self.request.check, self.request.fetch
-        s, c, f = piece.share, piece.checks, piece.fetches
+        share, s = self.request.share, piece.share
         assert share is not None
         frame: np.ndarray = _table.encode_share(
-            dim=self.request.dim,
-            state_dim=self.request.state_dim,
             group=share.group,
             number=share.number,
             rank=share.rank,
@@ -140,15 +129,25 @@ class Pieces:
             push_tables=share.tables[s],
             push_keys=share.keys[s],
             gradients=share.gradients[s],
-            check_tables=check.tables[c],
-            check_keys=check.keys[c],
-            check_clocks=check.clocks[c],
-            check_staleness=check.staleness[c],
-            fetch_tables=fetch.tables[f],
-            fetch_keys=fetch.keys[f],
+            **self._asked(piece),
             **header,
         )
         return frame
+
+    def _asked(self, piece: Piece) -> dict[str, Any]:
+        """What both kinds of frames say: the row format, checks and fetches."""
+        check, fetch = self.request.check, self.request.fetch
+        c, f = piece.checks, piece.fetches
+        return {
+            "dim": self.request.dim,
+            "state_dim": self.request.state_dim,
+            "check_tables": check.tables[c],
+            "check_keys": check.keys[c],
+            "check_clocks": check.clocks[c],
+            "check_staleness": check.staleness[c],
+            "fetch_tables": fetch.tables[f],
+            "fetch_keys": fetch.keys[f],
+        }
 
     def take(self, piece: Piece, answer: Answer) -> None:
         """A piece was answered."""
