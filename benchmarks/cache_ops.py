@@ -27,7 +27,7 @@ from report import report
 from rich.progress import track
 
 from cache_backend import EmbeddingOptimizer, LocalStore, TableSchema, ops
-from cache_backend.cache import Cache, UniqueRows
+from cache_backend.cache import Bags, Cache, UniqueRows
 from cache_backend.store import Check, ExchangeRequest, Fetch, Push
 
 logging.disable(logging.WARNING)
@@ -44,7 +44,7 @@ LR, EPS = 0.01, 1e-8
 SPLITS = torch.arange(0, keystream.FEATURES * keystream.SAMPLES + 1, keystream.SAMPLES)
 TABLES = torch.zeros(keystream.FEATURES, dtype=torch.int32)
 OFFSETS = torch.arange(keystream.FEATURES * keystream.SAMPLES + 1)
-MEAN = torch.zeros(keystream.FEATURES, dtype=torch.uint8)
+BAGS = Bags(None, OFFSETS, None, torch.zeros(keystream.FEATURES, dtype=torch.uint8))
 
 
 class Ours:
@@ -76,9 +76,9 @@ class Ours:
         marks.append(clock())
         self.cache.commit(plan, reply)
         marks.append(clock())
-        self.cache.lookup(plan, None, OFFSETS, None, MEAN)
+        self.cache.lookup(plan, BAGS)
         marks.append(clock())
-        self.cache.update_bags(plan, grad, None, OFFSETS, None, MEAN, 1.0, LR)
+        self.cache.update_bags(plan, grad, BAGS, 1.0, LR)
         marks.append(clock())
         for name, start, end in zip(
             ("unique", "plan", "exchange", "commit", "lookup", "update"), marks, marks[1:], strict=False

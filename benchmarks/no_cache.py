@@ -72,6 +72,6 @@ class NoCache(Cache):
 
 def without_cache(collection: HetEmbeddingBagCollection, most: int) -> None:
     """Replace the caches of an open collection; ``most``: rows that a batch can have."""
-    for group in collection._groups:
+    for group in collection.stream.groups:
         had = group.cache
         group.cache = NoCache(most, had.dim, had.optimizer, had._store)

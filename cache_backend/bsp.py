@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from cache_backend import ops
-from cache_backend.cache import _TABLE, Cache, CachePlan, UniqueRows
+from cache_backend.cache import Bags, Cache, CachePlan, UniqueRows
 from cache_backend.config import EmbeddingOptimizer
 from cache_backend.store import Check, EmbeddingStore, ExchangeRequest, Fetch, Push, Share
 
@@ -38,6 +37,9 @@ class SynchronousCache(Cache):
     An update hands in this rank's share of a round, which goes out with the request of the next plan, or with a flush.
     The cached row makes the same step at once, with this rank's gradient alone, and its clock advances by one. Where
     other ranks had a gradient too, the clock at the store advances by more, so that the row is found stale.
+
+    A gradient that is not finite goes into the sum too, so that the store leaves the row's step out as one process
+    would. Its clock advances all the same: every rank that had a gradient counts the step.
 
     Args:
         ranks: who steps together. All of them must step the same number of times.
@@ -73,29 +75,17 @@ class SynchronousCache(Cache):
         plan.request.share = self._take()
         return plan
 
-    def update_bags(
-        self,
-        plan: CachePlan,
-        grad: Tensor,
-        bag_of: Tensor | None,
-        bag_offsets: Tensor,
-        weights: Tensor | None,
-        feature_mean: Tensor,
-        scale: float,
-        lr: float,
-    ) -> None:
-        rows, bags = plan.rows, (bag_of, bag_offsets, weights, feature_mean)
+    def update_bags(self, plan: CachePlan, grad: Tensor, bags: Bags, scale: float, lr: float) -> Tensor:
+        rows = plan.rows
         grads = ops.bag_grad(grad, rows.order, rows.splits, *bags, self.dim, scale)
         self._put(rows.tables, rows.keys, grads, lr)
-        self._step(plan.slots, grads, lr)
+        left_out = self._update(plan.slots, grads, lr, pending=False)
         self.release(plan)
+        return left_out
 
-    def update_rows(self, slots: Tensor, grads: Tensor, lr: float) -> None:
-        self._put(self.meta.view(torch.int32)[slots, _TABLE], self.meta[slots, 0], grads, lr)
-        self._step(slots, grads, lr)
-
-    def _step(self, slots: Tensor, grads: Tensor, lr: float) -> None:
-        ops.row_update(self.rows, self.meta, slots, grads, self.dim, self.optimizer.id, lr, self._settings, False)
+    def update_rows(self, slots: Tensor, grads: Tensor, lr: float) -> Tensor:
+        self._put(*self.rows_in(slots), grads, lr)
+        return self._update(slots, grads, lr, pending=False)
 
     def flush(self) -> None:
         """Take part in the last round, if this rank's share is still here, and wait until it is applied."""

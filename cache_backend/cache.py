@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from cache_backend.memory import zeros
 from cache_backend.stats import CacheStats
 from cache_backend.store import Check, EmbeddingStore, ExchangeReply, ExchangeRequest, Fetch, Push
 
-__all__ = ["WINDOW", "Cache", "CachePlan", "UniqueRows"]
+__all__ = ["WINDOW", "Bags", "Cache", "CachePlan", "UniqueRows"]
 
 WAYS = 32
 #: Coming batches that the ``lookahead`` policy can know.
@@ -43,6 +44,17 @@ class UniqueRows:
     inverse: Tensor
     order: Tensor
     splits: Tensor
+
+
+class Bags(NamedTuple):
+    """A batch's bags, as the ops take them. bag_of int32 (N,): the bag of each position, or None where bag i is
+    position i; offsets int64 (F * B + 1), feature-major; weights float32 (N,) or None; mean uint8 (F,). Where nothing
+    is pooled every position is a bag of one and the same feature."""
+
+    bag_of: Tensor | None
+    offsets: Tensor
+    weights: Tensor | None
+    mean: Tensor
 
 
 @dataclass
@@ -220,32 +232,22 @@ class Cache:
             ops.cache_answered(self.meta, plan.slots, plan.late)
             plan.late = plan.late[:0]
 
-    def lookup(
-        self,
-        plan: CachePlan,
-        bag_of: Tensor | None,
-        bag_offsets: Tensor,
-        weights: Tensor | None,
-        feature_mean: Tensor,
-    ) -> Tensor:
+    def lookup(self, plan: CachePlan, bags: Bags) -> Tensor:
         """Pooled rows, float32 (B, F * dim)."""
-        return ops.bag_lookup(
-            self.rows, plan.slots, plan.rows.inverse, bag_of, bag_offsets, weights, feature_mean, self.dim
-        )
+        return ops.bag_lookup(self.rows, plan.slots, plan.rows.inverse, *bags, self.dim)
 
-    def update_bags(
-        self,
-        plan: CachePlan,
-        grad: Tensor,
-        bag_of: Tensor | None,
-        bag_offsets: Tensor,
-        weights: Tensor | None,
-        feature_mean: Tensor,
-        scale: float,
-        lr: float,
-    ) -> None:
-        """One optimizer step on the batch's rows with the pooled gradient, float32 (B, F * dim); unpins them."""
-        ops.bag_update(
+    def weights_of(self, plan: CachePlan) -> Tensor:
+        """A copy of the batch's rows as they are now, without their state: float32 (U, dim)."""
+        return self.rows[plan.slots, 0, : self.dim]
+
+    def update_bags(self, plan: CachePlan, grad: Tensor, bags: Bags, scale: float, lr: float) -> Tensor:
+        """One optimizer step on the batch's rows with the pooled gradient, float32 (B, F * dim); unpins them.
+
+        Returns:
+            int64: indices of the rows (into U) that stay as they are, because their gradient, or the row after the
+            step, is NaN or infinite.
+        """
+        left_out: Tensor = ops.bag_update(
             self.rows,
             self.meta,
             self.priority,
@@ -253,20 +255,35 @@ class Cache:
             grad,
             plan.rows.order,
             plan.rows.splits,
-            bag_of,
-            bag_offsets,
-            weights,
-            feature_mean,
+            *bags,
             self.dim,
             scale,
             self.optimizer.id,
             lr,
             self._settings,
         )
+        self.stats.nonfinite += left_out.numel()
+        return left_out
 
-    def update_rows(self, slots: Tensor, grads: Tensor, lr: float) -> None:
-        """One optimizer step with grads float32 (n, dim) on slots (n,), which must be distinct. Unpins nothing."""
-        ops.row_update(self.rows, self.meta, slots, grads, self.dim, self.optimizer.id, lr, self._settings, True)
+    def update_rows(self, slots: Tensor, grads: Tensor, lr: float) -> Tensor:
+        """One optimizer step with grads float32 (n, dim) on slots (n,), which must be distinct. Unpins nothing. Returns
+        the indices of those left out, as ``update_bags`` does."""
+        return self._update(slots, grads, lr, pending=True)
+
+    def _update(self, slots: Tensor, grads: Tensor, lr: float, pending: bool) -> Tensor:
+        left_out: Tensor = ops.row_update(
+            self.rows, self.meta, slots, grads, self.dim, self.optimizer.id, lr, self._settings, pending
+        )
+        self.stats.nonfinite += left_out.numel()
+        return left_out
+
+    def rows_in(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Whose rows are in slots (n,): table ids int32 (n,), keys int64 (n,)."""
+        return self.meta.view(torch.int32)[slots, _TABLE], self.meta[slots, 0]
+
+    def share(self) -> None:
+        """Others write to the store too, from now on: valid rows are checked there."""
+        self._asks = True
 
     def release(self, plan: CachePlan) -> None:
         """Unpin the batch's rows."""
@@ -299,7 +316,8 @@ class Cache:
             return
         with uninterrupted():
             _, *push = ops.cache_cut(self.meta, self.rows, slots)
-            fetch = Fetch(self.meta.view(torch.int32)[slots, _TABLE].numpy(), self.meta[slots, 0].numpy())
+            tables, keys = self.rows_in(slots)
+            fetch = Fetch(tables.numpy(), keys.numpy())
             request = ExchangeRequest(self.dim, self.state_dim, _push_arrays(push), Check(), fetch)
             self._unanswered = slots, request
         self._count_request(request)

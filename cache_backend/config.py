@@ -91,6 +91,8 @@ class EmbeddingOptimizer:
         max_gradient: each value of a row's gradient, summed over the rank's batch and scaled to the mean over ranks,
             is clamped to [-max_gradient, max_gradient].
         max_gradient_norm: then the gradient of a row is scaled down to this 2-norm where it is larger.
+        nonfinite: what happens to a row whose gradient is NaN or infinite, or that would be after the step. ``skip``:
+            it stays as it is, and is counted. ``error``: so, and the run ends with its table, key and step.
     """
 
     name: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = "rowwise_adagrad"
@@ -101,6 +103,7 @@ class EmbeddingOptimizer:
     weight_decay: float = 0.0
     max_gradient: float | None = None
     max_gradient_norm: float | None = None
+    nonfinite: Literal["skip", "error"] = "skip"
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
@@ -114,6 +117,8 @@ class EmbeddingOptimizer:
                 raise ValueError(f"embedding.{what} must be positive, or null for no clipping; got {most}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"embedding.betas must be two numbers in [0, 1), got {self.betas}")
+        if self.nonfinite not in ("skip", "error"):
+            raise ValueError(f"unknown embedding.nonfinite {self.nonfinite!r}; available: skip, error")
         if self.name == "adam" and self.initial_accumulator:
             raise ValueError(
                 f"embedding.initial_accumulator={self.initial_accumulator} is Adagrad's; Adam's means begin at 0"

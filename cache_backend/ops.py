@@ -13,6 +13,7 @@ __all__ = [
     "bag_grad",
     "bag_lookup",
     "bag_update",
+    "bag_weight_grad",
     "cache_answered",
     "cache_commit",
     "cache_cut",
@@ -43,6 +44,7 @@ cache_release = torch.ops.hetrec.cache_release.default
 init_rows = torch.ops.hetrec.init_rows.default
 bag_lookup = torch.ops.hetrec.bag_lookup.default
 bag_grad = torch.ops.hetrec.bag_grad.default
+bag_weight_grad = torch.ops.hetrec.bag_weight_grad.default
 bag_update = torch.ops.hetrec.bag_update.default
 row_update = torch.ops.hetrec.row_update.default
 sample_neighbors = torch.ops.hetrec.sample_neighbors.default
@@ -195,6 +197,20 @@ def _(
     return grad.new_empty((splits.numel() - 1, dim))
 
 
+@torch.library.register_fake("hetrec::bag_weight_grad")
+def _(
+    rows: Tensor,
+    slots: Tensor,
+    inverse: Tensor,
+    bag_of: Tensor | None,
+    bag_offsets: Tensor,
+    feature_mean: Tensor,
+    grad: Tensor,
+    dim: int,
+) -> Tensor:
+    return rows.new_empty((inverse.numel(),))
+
+
 @torch.library.register_fake("hetrec::bag_update")
 def _(
     rows: Tensor,
@@ -213,8 +229,8 @@ def _(
     optimizer: int,
     lr: float,
     settings: Tensor,
-) -> None:
-    return None
+) -> Tensor:
+    return _i64(slots, _size())
 
 
 @torch.library.register_fake("hetrec::row_update")
@@ -228,8 +244,8 @@ def _(
     lr: float,
     settings: Tensor,
     pending: bool,
-) -> None:
-    return None
+) -> Tensor:
+    return _i64(slots, _size())
 
 
 @torch.library.register_fake("hetrec::sample_neighbors")

@@ -21,7 +21,8 @@ class CacheStats:
 
     ``wait_s``: seconds a step waited for its exchange. Two kinds of misses went through without being kept:
     ``overflow`` found their set full of rows in use, ``bypassed`` were worth less to the policy than what they would
-    have replaced. ``lags``: observed staleness. Whenever the store looked at the clock of a cached row: by how much the
+    have replaced. ``nonfinite`` rows were not stepped, because their gradient, or the row after the step, was NaN or
+    infinite. ``lags``: observed staleness. Whenever the store looked at the clock of a cached row: by how much the
     row's global clock was ahead of it, that is how many updates by others the row had missed (with ``clock: lamport``,
     at least how many). Bin 0 counts the rows that had missed none, bin i those whose lag has i binary digits, the last
     of the ``LAG_BINS`` all larger ones.
@@ -38,6 +39,7 @@ class CacheStats:
     evicted: int = 0
     overflow: int = 0
     bypassed: int = 0
+    nonfinite: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     wait_s: float = 0.0

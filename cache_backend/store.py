@@ -239,7 +239,7 @@ class StoredRows:
     def check(self) -> None:
         """
         Raises:
-            ValueError: the arrays do not fit together, or a clock is none.
+            ValueError: the arrays do not fit together, a clock is none, or a row is not finite.
         """
         n, width = len(self.keys), self.dim + self.state_dim
         if self.rows.shape != (n, width) or not len(self.tables) == len(self.clocks) == n:
@@ -249,6 +249,13 @@ class StoredRows:
             )
         if n and not 0 <= self.clocks.min() <= self.clocks.max() <= MAX_CLOCK:
             raise ValueError(f"clocks are 0 to 2^48 - 1, these reach from {self.clocks.min()} to {self.clocks.max()}")
+        finite = np.isfinite(self.rows).all(axis=1)
+        if not finite.all():
+            first = int(finite.argmin())
+            raise ValueError(
+                f"{n - int(finite.sum())} of {n} rows hold NaN or infinite values, the first one key "
+                f"{self.keys[first]} of the table with id {self.tables[first]}: a store takes finite ones only"
+            )
 
 
 class EmbeddingStore(Protocol):

@@ -56,7 +56,7 @@ class HetEmbeddingBagCollection(HetCollection, EmbeddingBagCollectionInterface):
             # Back from groups of equal width to the order of the tables.
             columns = {
                 group.cache.dim: iter(part.split(group.cache.dim, dim=1))
-                for part, group in zip(pooled, self._groups, strict=True)
+                for part, group in zip(pooled, self.stream.groups, strict=True)
             }
             pooled = [torch.cat([next(columns[dim]) for dim in self._output_dims], dim=1)]
         return KeyedTensor(self._output_names, self._output_dims, pooled[0])

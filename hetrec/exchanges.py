@@ -38,8 +38,9 @@ class Exchanges:
         wait(under_way)
         self._broken.clear()
 
-    def shutdown(self) -> None:
-        self._thread.shutdown()
+    def shutdown(self, wait: bool = True) -> None:
+        """End the thread once it has sent what was submitted; ``wait`` until then."""
+        self._thread.shutdown(wait)
 
     def _exchange(self, requests: list[ExchangeRequest], answered: list[ExchangeReply]) -> list[ExchangeReply]:
         if self._broken.is_set():

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from cache_backend import ops
-from cache_backend.cache import UniqueRows
+from cache_backend.cache import Bags, UniqueRows
 
-__all__ = ["Bags", "FeatureGroup", "check_features"]
+__all__ = ["FeatureGroup", "check_features", "same_bags"]
 
 
 def check_features(features: KeyedJaggedTensor, is_weighted: bool) -> None:
     """Reject malformed batches before anything is read.
 
     Raises:
-        ValueError: lengths do not cover the values, or bag weights are missing or require a gradient.
+        ValueError: lengths do not cover the values, or bag weights are missing or not finite.
         TypeError: keys are not integers.
     """
     values, lengths = features.values(), features.lengths()
@@ -37,19 +36,30 @@ def check_features(features: KeyedJaggedTensor, is_weighted: bool) -> None:
     if weights is not None and is_weighted:
         if weights.numel() != values.numel():
             raise ValueError(f"there are {weights.numel()} weights for {values.numel()} keys; give one a key")
-        if weights.requires_grad:
-            raise ValueError("bag weights are data: they must not require a gradient")
+        if not bool((finite := weights.isfinite()).all()):
+            position = int(finite.long().argmin())
+            feature = features.keys()[sum(end <= position for end in features.offset_per_key()[1:])]
+            raise ValueError(
+                f"feature {feature!r}: the bag weight of key {int(values[position])} is {float(weights[position])}; "
+                "bag weights must be finite"
+            )
 
 
-class Bags(NamedTuple):
-    """One group's bags, as the ops take them. bag_of int32 (N,): the bag of each position, or None where bag i is
-    position i; offsets int64 (F * B + 1), feature-major; weights float32 (N,) or None; mean uint8 (F,). Where nothing
-    is pooled every position is a bag of one and the same feature."""
+def same_bags(one: KeyedJaggedTensor, other: KeyedJaggedTensor) -> bool:
+    """Whether two batches hold the same bags of keys, their features in any order, whatever the weights."""
+    if one.variable_stride_per_key() or other.variable_stride_per_key():
+        return False
+    if sorted(one.keys()) != sorted(other.keys()):
+        return False
+    if one.keys() != other.keys():
+        names = other.keys()
+        other = _without_weights(other).permute(list(map(names.index, one.keys())))
+    values, others = one.values(), other.values()
+    return (values is others or torch.equal(values, others)) and torch.equal(one.lengths(), other.lengths())
 
-    bag_of: Tensor | None
-    offsets: Tensor
-    weights: Tensor | None
-    mean: Tensor
+
+def _without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(features.keys(), features.values(), lengths=features.lengths(), stride=features.stride())
 
 
 def full_batch(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -107,8 +117,8 @@ class FeatureGroup:
         self._tables = torch.tensor(list(tables), dtype=torch.int32)
         self._rows = torch.tensor(list(table_rows), dtype=torch.int64)
 
-    def rows_and_bags(self, features: KeyedJaggedTensor, is_weighted: bool) -> tuple[UniqueRows, Bags]:
-        """The batch's unique rows and its bags.
+    def rows_and_bags(self, features: KeyedJaggedTensor) -> tuple[UniqueRows, Bags]:
+        """The batch's unique rows and its bags, without their weights (see ``weights``).
 
         Raises:
             IndexError: a key is outside its table.
@@ -120,6 +130,8 @@ class FeatureGroup:
             absent = [name for name in self.features if name not in names]
             if absent:
                 raise KeyError(f"the batch has no feature {', '.join(map(repr, absent))}; it has: {', '.join(names)}")
+            if features.weights_or_none() is not None and self._pooled:  # `weights` brings them along
+                features = _without_weights(features)
             features = features.permute([names.index(name) for name in self.features])
         keys = features.values().long().contiguous()
         lengths = features.lengths()
@@ -146,5 +158,16 @@ class FeatureGroup:
         if not (keys.numel() == lengths.numel() and bool((lengths == 1).all())):
             bags = torch.arange(lengths.numel(), dtype=torch.int32)
             bag_of = torch.repeat_interleave(bags, lengths.long())
-        weights = features.weights().float().contiguous() if is_weighted else None
-        return rows, Bags(bag_of, offsets, weights, self._mean)
+        return rows, Bags(bag_of, offsets, None, self._mean)
+
+    def weights(self, features: KeyedJaggedTensor) -> Tensor:
+        """The weights of the batch's bags, float32 (N,), in the order of ``rows_and_bags``. Gradients find their way
+        back to the batch's own weights."""
+        if features.variable_stride_per_key():
+            features = full_batch(features)
+        weights = features.weights()
+        if (names := features.keys()) != self.features:
+            ends = features.offset_per_key()
+            parts = [(ends[i], ends[i + 1]) for i in map(names.index, self.features)]
+            weights = torch.cat([weights[begin:end] for begin, end in parts])
+        return weights.float().contiguous()

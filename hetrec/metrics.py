@@ -105,7 +105,7 @@ class NodeMetrics(Evaluation):
 
 
 _COUNTERS = (
-    *("steps", "unique", "hits", "fetched", "pushed", "evicted", "stale", "bypassed", "overflow"),
+    *("steps", "unique", "hits", "fetched", "pushed", "evicted", "stale", "bypassed", "overflow", "nonfinite"),
     *("bytes_sent", "bytes_received", "wait_s"),
 )
 
@@ -181,6 +181,7 @@ class TrainingMeter:
             "rows_refreshed": s["stale"],
             "rows_bypassed": s["bypassed"],
             "rows_overflowed": s["overflow"],
+            "rows_nonfinite": s["nonfinite"],
             "bytes_per_step": (s["bytes_sent"] + s["bytes_received"]) / max(s["steps"], 1.0),  # of one rank
         }
         if any(lags):  # a store with one client has nobody to lag behind

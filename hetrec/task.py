@@ -42,10 +42,10 @@ class HetTask(LightningModule):
 
     Logs ``train_loss``, ``samples_per_s``, ``hit_rate``, ``exchange_wait`` (the share of the time that steps waited for
     the store), ``rows_fetched``, ``rows_pushed``, ``rows_evicted``, ``rows_refreshed`` (at their staleness bound),
-    ``rows_bypassed``, ``rows_overflowed`` (see ``CacheStats``; counts since the start of training), ``bytes_per_step``
-    (of one rank, both ways),
-    ``staleness_p50``, ``staleness_p99`` (observed: see ``CacheStats.lags``; where several ranks share the store), and
-    the task's metrics over the whole epoch and all ranks, as ``val_...`` and ``test_...``.
+    ``rows_bypassed``, ``rows_overflowed``, ``rows_nonfinite`` (see ``CacheStats``; counts since the start of training),
+    ``bytes_per_step`` (of one rank, both ways), ``staleness_p50``, ``staleness_p99`` (observed: see
+    ``CacheStats.lags``; where several ranks share the store), and the task's metrics over the whole epoch and all
+    ranks, as ``val_...`` and ``test_...``.
 
     Args:
         spec: columns of the data.

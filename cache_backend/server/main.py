@@ -94,6 +94,7 @@ def _gauges(shard: Shard, streams: Streams, storage: LogStorage | ExitSnapshot |
     return {
         "rows": ("Rows held", stats["rows"]),
         "memory_bytes": ("What rows and their index take", stats["memory_bytes"]),
+        "rows_left_out": ("Pushes and steps left out: the row would have become NaN or infinite", stats["left_out"]),
         "sessions": ("Client processes whose requests are remembered", stats["sessions"]),
         "streams": ("Calls under way", streams.under_way),
         "log_bytes": ("Log since its last snapshot", storage.log_bytes if isinstance(storage, LogStorage) else 0),

@@ -344,6 +344,7 @@ class Shard:
         return {
             "rows": sum(len(group) for group in groups),
             "memory_bytes": sum(group.memory_bytes for group in groups),
+            "left_out": sum(group.left_out for group in groups),
             "tables": len(self.schemas),
             "sessions": len(self.sessions),
         }

@@ -39,14 +39,14 @@ struct OptimizerSettings {
 };
 constexpr int64_t kOptimizerSettings = sizeof(OptimizerSettings) / sizeof(float);
 
-// Sum of squares over 16 lanes and a tree: an order that vectorises as it stands, for every width.
-HETREC_HD float sum_of_squares(const float* __restrict__ x, int64_t n) {
+// x . y over 16 lanes and a tree: an order that vectorises as it stands, for every width.
+HETREC_HD float dot(const float* x, const float* y, int64_t n) {
   float lanes[16] = {};
   int64_t d = 0;
   for (; d + 16 <= n; d += 16) {
-    for (int j = 0; j < 16; ++j) lanes[j] += x[d + j] * x[d + j];
+    for (int j = 0; j < 16; ++j) lanes[j] += x[d + j] * y[d + j];
   }
-  for (int j = 0; j < 16 && d + j < n; ++j) lanes[j] += x[d + j] * x[d + j];
+  for (int j = 0; j < 16 && d + j < n; ++j) lanes[j] += x[d + j] * y[d + j];
   for (int half = 8; half > 0; half /= 2) {
     for (int j = 0; j < half; ++j) lanes[j] += lanes[j + half];
   }
@@ -62,7 +62,7 @@ HETREC_HD void shape_gradient(float* __restrict__ grad, const float* __restrict_
     for (int64_t d = 0; d < dim; ++d) grad[d] = grad[d] > most ? most : grad[d] < -most ? -most : grad[d];
   }
   if (settings.max_gradient_norm > 0.f) {
-    const float norm = sqrtf(sum_of_squares(grad, dim));
+    const float norm = sqrtf(dot(grad, grad, dim));
     if (norm > settings.max_gradient_norm) {
       const float scale = settings.max_gradient_norm / norm;
       for (int64_t d = 0; d < dim; ++d) grad[d] *= scale;
@@ -107,7 +107,7 @@ HETREC_HD void step_row(const RowRef& row, float* __restrict__ grad, int64_t dim
       if constexpr (kPending) row.weight_delta[d] += change;
     }
   } else if constexpr (kOptimizer == Optimizer::kRowwiseAdagrad) {
-    const float mean = sum_of_squares(grad, dim) / static_cast<float>(dim);
+    const float mean = dot(grad, grad, dim) / static_cast<float>(dim);
     row.state[0] += mean;
     if constexpr (kPending) row.state_delta[0] += mean;
     const float scale = -lr / (sqrtf(row.state[0]) + eps);
@@ -140,6 +140,35 @@ HETREC_HD void step_row(const RowRef& row, float* __restrict__ grad, int64_t dim
       if constexpr (kPending) row.weight_delta[d] += change;
     }
   }
+}
+
+HETREC_HD bool all_finite(const float* __restrict__ x, int64_t n) {
+  int bad = 0;
+  for (int64_t d = 0; d < n; ++d) bad |= !(x[d] - x[d] == 0.f);
+  return bad == 0;
+}
+
+// As step_row, unless the gradient or a value after the step is not finite: then the row stays as it was. Weights and
+// state lie side by side, and so do their deltas. `before` has room for two copies of the row. Returns whether the step
+// was made.
+template <Optimizer kOptimizer, bool kPending>
+HETREC_HD bool try_step_row(const RowRef& row, float* __restrict__ grad, int64_t dim, float lr,
+                            const OptimizerSettings& settings, float* __restrict__ before) {
+  if (!all_finite(grad, dim)) return false;
+  const int64_t width = dim + state_dim_of(kOptimizer, dim);
+  for (int64_t d = 0; d < width; ++d) before[d] = row.weight[d];
+  if constexpr (kPending) {
+    for (int64_t d = 0; d < width; ++d) before[width + d] = row.weight_delta[d];
+  }
+  step_row<kOptimizer, kPending>(row, grad, dim, lr, settings);
+  bool finite = all_finite(row.weight, width);
+  if constexpr (kPending) finite = finite && all_finite(row.weight_delta, width);
+  if (finite) return true;
+  for (int64_t d = 0; d < width; ++d) row.weight[d] = before[d];
+  if constexpr (kPending) {
+    for (int64_t d = 0; d < width; ++d) row.weight_delta[d] = before[width + d];
+  }
+  return false;
 }
 
 // Puts right what adding up changes of several replicas can leave: Adam's v may fall below 0.

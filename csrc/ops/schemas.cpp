@@ -61,17 +61,22 @@ STABLE_TORCH_LIBRARY(hetrec, m) {
   m.def(
       "bag_grad(Tensor grad, Tensor order, Tensor splits, Tensor? bag_of, Tensor bag_offsets, Tensor? weights, "
       "Tensor feature_mean, int dim, float scale) -> Tensor");
-  // bag_grad and row_update in one pass; unpins the slots. settings: see row_update.
+  // The lookup's gradient with respect to its weights: (N). rows and slots: see bag_lookup; grad (B, F * D).
+  m.def(
+      "bag_weight_grad(Tensor rows, Tensor slots, Tensor inverse, Tensor? bag_of, Tensor bag_offsets, "
+      "Tensor feature_mean, Tensor grad, int dim) -> Tensor");
+  // bag_grad and row_update in one pass; unpins the slots. settings and left_out: see row_update.
   m.def(
       "bag_update(Tensor(a!) rows, Tensor(b!) meta, Tensor(c!) priority, Tensor slots, Tensor grad, Tensor order, "
       "Tensor splits, Tensor? bag_of, Tensor bag_offsets, Tensor? weights, Tensor feature_mean, int dim, float scale, "
-      "int optimizer, float lr, Tensor settings) -> ()");
+      "int optimizer, float lr, Tensor settings) -> Tensor left_out");
   // One optimizer step on each slot with its gradient (n, D). settings float32: OptimizerSettings of
   // core/optimizer.h, always in host memory. pending: the change is to be pushed; otherwise the store makes it too, and
-  // the row's clock advances as it does there.
+  // the row's clock advances as it does there. left_out int64: indices of the rows that stay as they are, because the
+  // gradient or the row after the step is not finite; they have nothing to push.
   m.def(
       "row_update(Tensor(a!) rows, Tensor(b!) meta, Tensor slots, Tensor grads, int dim, int optimizer, float lr, "
-      "Tensor settings, bool pending) -> ()");
+      "Tensor settings, bool pending) -> Tensor left_out");
   // Neighbours of seed nodes, hop by hop, uniform without replacement. Graph in CSC form, int64: the in-neighbours of
   // node v are row[colptr[v] .. colptr[v + 1]]. seeds int64 (S), distinct; fanouts: neighbours a node in each of H
   // hops, -1: all. nodes (n): the seeds in their order, then each other node once, as found; edge_index (2, E'):

@@ -1,6 +1,7 @@
 #include "table/embedding_table.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 namespace hetrec {
@@ -170,6 +171,12 @@ void EmbeddingTable::push(const PushView& push, ClockRule rule) {
     const Declared& table = declared_[static_cast<size_t>(push.tables[i])];
     if (created) init_row(table.init, push.keys[i], dim_, state_dim_, values);
     const float* delta = push.deltas + i * width;
+    int bad = 0;
+    for (int64_t d = 0; d < width; ++d) bad |= !std::isfinite(values[d] + delta[d]);
+    if (bad) {
+      ++left_out_;
+      return;
+    }
     for (int64_t d = 0; d < width; ++d) values[d] += delta[d];
     clamp_merged_state(table.optimizer, values + dim_, dim_);
     set_clock(*header, merge_clock(rule, clock_of(*header), push.start_clocks[i], push.clocks[i]));
@@ -189,6 +196,7 @@ void EmbeddingTable::change(int64_t n, const int32_t* tables, const int64_t* key
 void EmbeddingTable::step(const StepView& step, float lr, const OptimizerSettings& settings) {
   const std::unique_lock lock(mutex_);
   check_declared(step.n, step.tables);
+  std::vector<float> before(static_cast<size_t>(2 * width()));
   for_each_prefetched(step.n, step.tables, step.keys, [&](int64_t i, uint64_t hash) {
     bool created = false;
     RowHeader* header = find_or_create(hash, step.tables[i], step.keys[i], &created);
@@ -197,20 +205,22 @@ void EmbeddingTable::step(const StepView& step, float lr, const OptimizerSetting
     if (created) init_row(table.init, step.keys[i], dim_, state_dim_, values);
     const RowRef row{values, values + dim_};
     float* gradient = step.gradients + i * dim_;
+    bool made = false;
     switch (table.optimizer) {
       case Optimizer::kSgd:
-        step_row<Optimizer::kSgd, false>(row, gradient, dim_, lr, settings);
+        made = try_step_row<Optimizer::kSgd, false>(row, gradient, dim_, lr, settings, before.data());
         break;
       case Optimizer::kAdagrad:
-        step_row<Optimizer::kAdagrad, false>(row, gradient, dim_, lr, settings);
+        made = try_step_row<Optimizer::kAdagrad, false>(row, gradient, dim_, lr, settings, before.data());
         break;
       case Optimizer::kRowwiseAdagrad:
-        step_row<Optimizer::kRowwiseAdagrad, false>(row, gradient, dim_, lr, settings);
+        made = try_step_row<Optimizer::kRowwiseAdagrad, false>(row, gradient, dim_, lr, settings, before.data());
         break;
       case Optimizer::kAdam:
-        step_row<Optimizer::kAdam, false>(row, gradient, dim_, lr, settings);
+        made = try_step_row<Optimizer::kAdam, false>(row, gradient, dim_, lr, settings, before.data());
         break;
     }
+    if (!made) ++left_out_;
     set_clock(*header, clock_of(*header) + step.advances[i]);
   });
 }

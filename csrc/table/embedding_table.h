@@ -66,8 +66,8 @@ class EmbeddingTable {
   // std::invalid_argument when rows with this optimizer's state are not `width()` wide.
   void declare(int32_t table, const RowInit& init, Optimizer optimizer);
 
-  // Adds deltas to rows, state too, creating the row where it is fresh. Throws std::out_of_range before anything is
-  // applied when a table was not declared.
+  // Adds deltas to rows, state too, creating the row where it is fresh. A row that would not be finite afterwards stays
+  // as it is, its clock too. Throws std::out_of_range before anything is applied when a table was not declared.
   void push(const PushView& push, ClockRule rule);
 
   // Lets `write(i, values, created)` change each row in place, creating it, with values of no meaning, where it is
@@ -75,8 +75,9 @@ class EmbeddingTable {
   void change(int64_t n, const int32_t* tables, const int64_t* keys,
               const std::function<void(int64_t, float*, bool)>& write);
 
-  // One step of each table's optimizer on its rows, creating the row where it is fresh. Throws
-  // std::out_of_range before anything is applied when a table was not declared.
+  // One step of each table's optimizer on its rows, creating the row where it is fresh. A row that would not be finite
+  // afterwards keeps its values; its clock advances, as its ranks count the step too. Throws std::out_of_range before
+  // anything is applied when a table was not declared.
   void step(const StepView& step, float lr, const OptimizerSettings& settings);
 
   // Throws std::out_of_range when one of these tables was not declared.
@@ -131,6 +132,11 @@ class EmbeddingTable {
   int64_t width() const { return dim_ + state_dim_; }
   int64_t size() const;
   int64_t memory_bytes() const;
+  // Rows whose push or step was left out, because they would not be finite.
+  int64_t left_out() const {
+    const std::shared_lock lock(mutex_);
+    return left_out_;
+  }
 
  private:
   static constexpr uint32_t kRowBits = 24;  // index entry: tag in the high 8 bits, row number + 1 in the low 24
@@ -190,6 +196,7 @@ class EmbeddingTable {
   Arena arena_;
   std::vector<Bucket> buckets_;
   std::vector<Declared> declared_;  // by table id
+  int64_t left_out_ = 0;
   mutable std::shared_mutex mutex_;
 };
 

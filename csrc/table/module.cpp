@@ -520,6 +520,8 @@ NB_MODULE(_table, m) {
       .def("clear", &EmbeddingTable::clear, "Forget every row.")
       .def_prop_ro("dim", &EmbeddingTable::dim)
       .def_prop_ro("state_dim", &EmbeddingTable::state_dim)
+      .def_prop_ro("left_out", &EmbeddingTable::left_out,
+                   "Rows whose push or step was left out: they would have become NaN or infinite.")
       .def_prop_ro("memory_bytes", &EmbeddingTable::memory_bytes, "Bytes held by rows and indices.")
       .def("__len__", &EmbeddingTable::size);
 }

@@ -64,6 +64,7 @@ def cases() -> dict[str, tuple]:
         "init_rows": (reply_rows, fresh, rows.keys, rows.tables, seeds, values, DIM),
         "bag_lookup": (cache.rows, plan.slots, rows.inverse, *bags, DIM),
         "bag_grad": (grad, rows.order, rows.splits, *bags, DIM, 0.5),
+        "bag_weight_grad": (cache.rows, plan.slots, rows.inverse, bag_of, offsets, mean, grad, DIM),
         "bag_update": (
             *(cache.rows, cache.meta, cache.priority, plan.slots, grad, rows.order, rows.splits),
             *(*bags, DIM, 0.5, *adagrad),

@@ -185,3 +185,20 @@ def test_erasing_and_assigning_where_buckets_are_not_skipped(seed: int) -> None:
         with pytest.raises(IndexError, match="table id 7 was not opened"):
             call()
     assert contents(table) == model
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_a_push_that_would_leave_a_row_not_finite_is_left_out(bad: float) -> None:
+    """Of that row alone; its clock stays too. 3e38 is finite, but not when it is added twice."""
+    table = new_table()
+    rows = [(0, 1), (0, 2), (0, 3)]
+    deltas = np.full((3, DIM + STATE), 2e38 if bad == 3e38 else 1, np.float32)
+    clocks = np.full(3, 5, np.int64)
+    table.push(*arrays(rows), np.zeros(3, np.int64), clocks, deltas, "lamport")
+    again = np.ones((3, DIM + STATE), np.float32)
+    again[1, 2] = bad
+    table.push(*arrays(rows), clocks, clocks + 1, again, "lamport")
+    values, found, _ = fetch(table, rows)
+    np.testing.assert_array_equal(values, deltas + np.float32([[1], [0], [1]]))
+    assert found.tolist() == [6, 5, 6]
+    assert table.left_out == 1

@@ -202,7 +202,7 @@ def test_training_goes_on_from_a_snapshot(shard_addresses: Addresses, tmp_path: 
     first, second = ([random_batch(NAMES, 8, 60, generator) for _ in range(5)] for _ in range(2))
     expected = expected_rows("on-", optimizer, [first + second])
     (collection,) = train_ranks(stores_of(shard_addresses, 1, 2), "on-", optimizer, [first])
-    store = collection._store
+    store = collection.stored_tables()[0]
     assert store is not None
     store.snapshot(tmp_path / "snapshot")
 

@@ -24,6 +24,7 @@ TEST = make_batches(SIMPLE, 3, seed=1)
 FIT_KEYS = {
     "val_auc", "val_logloss", "samples_per_s", "hit_rate", "rows_fetched", "rows_pushed", "rows_evicted",
     "bytes_per_step", "epochs", "steps", "exchange_wait", "rows_refreshed", "rows_bypassed", "rows_overflowed",
+    "rows_nonfinite",
 }  # fmt: skip
 
 

@@ -13,10 +13,10 @@ from bags import PlainBags, batch, opened, random_batch, stored_rows, table
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 
 from cache_backend import CacheConfig, EmbeddingOptimizer, ExchangeReply, ExchangeRequest, LocalStore, ops
-from cache_backend.cache import UniqueRows
+from cache_backend.cache import Bags, UniqueRows
 from cache_backend.config import POLICIES
 from hetrec import HetEmbeddingBagCollection
-from hetrec.features import Bags, FeatureGroup
+from hetrec.features import FeatureGroup
 
 # After 25 steps at lr 0.1 on values of about 1. Against float64 the error is that of float32 arithmetic; the float32
 # reference rounds in another order, so it gets the same room.
@@ -89,7 +89,7 @@ def test_training_through_the_cache_is_training_without_one(
     assert (stats.overflow > 0) == (rows < 100)
     assert (stats.hits > 0) == (staleness > 0)  # at s = 0 every row was updated at its last use
     assert stats.unique == stats.hits + stats.misses + stats.stale
-    for group in collection._groups:
+    for group in collection.stream.groups:
         answers_due = group.cache.meta.view(torch.int32)[:, 7]
         assert not answers_due.any()
 
@@ -116,9 +116,9 @@ def test_a_batch_is_made_unique_once_however_long_it_is_in_view(monkeypatch: pyt
     seen: list[int] = []
     original = FeatureGroup.rows_and_bags
 
-    def counted(group: FeatureGroup, features: KeyedJaggedTensor, is_weighted: bool) -> tuple[UniqueRows, Bags]:
+    def counted(group: FeatureGroup, features: KeyedJaggedTensor) -> tuple[UniqueRows, Bags]:
         seen.append(id(features))
-        return original(group, features, is_weighted)
+        return original(group, features)
 
     monkeypatch.setattr(FeatureGroup, "rows_and_bags", counted)
     collection = opened([table("t", ["x"])], cache=CacheConfig(rows=32, policy="lookahead"))
@@ -323,8 +323,8 @@ def test_evaluation_changes_nothing() -> None:
         collection(seen).values().sum().backward()
         collection.step(lr=0.1)
     collection.flush()
-    (group,) = collection._groups
-    cache, store = group.cache, collection._store
+    (group,) = collection.stream.groups
+    cache, store = group.cache, collection.stored_tables()[0]
     state = [t.clone() for t in (cache.tags, cache.priority, cache.meta, cache.rows)]
     stats, stored = collection.stats(), store.stats()
     collection.eval()
@@ -431,7 +431,7 @@ def test_a_step_in_backward_happens_once() -> None:
         loss.backward()
     collection(features)  # no gradient comes
     collection(batch(["x", "y", "z", "w"], [[9]] * 4))
-    for group in collection._groups:
+    for group in collection.stream.groups:
         in_use = group.cache.meta.view(torch.int32)[:, 6].sum()
         assert int(in_use) == (2 if group.cache.dim == 4 else 1)  # of the last batch alone: row 9 of each table
 
@@ -444,8 +444,8 @@ def test_a_skipped_step_leaves_rows_and_clocks() -> None:
     collection.discard()
     collection.flush()
     assert torch.equal(stored_rows(collection, collection.embedding_bag_configs()[0]), before)
-    assert collection._store.stats().rows == 0
-    pins = collection._groups[0].cache.meta.view(torch.int32)[:, 6]
+    assert collection.stored_tables()[0].stats().rows == 0
+    pins = collection.stream.groups[0].cache.meta.view(torch.int32)[:, 6]
     assert (pins == 0).all()
 
 
@@ -543,7 +543,7 @@ def test_a_step_waits_for_its_own_exchange_only(depth: int) -> None:
         collection(features).values().sum().backward()
         collection.step(lr=1.0)
         assert store.answered == [10 * j for j in range(i + 1)]
-        assert len(collection._ahead) == min(depth, len(batches) - 1 - i)
+        assert len(collection.stream.ahead) == min(depth, len(batches) - 1 - i)
     store.allow.release()
     assert collection.stats().misses == 80
 
@@ -675,7 +675,7 @@ def test_life_cycle_errors() -> None:
     assert list(collection.parameters()) == list(collection.buffers()) == []
     collection = opened([table("t", ["x"])])
     with pytest.raises(RuntimeError, match="already open"):
-        collection.open(collection._store, CacheConfig(), EmbeddingOptimizer())
+        collection.open(collection.stored_tables()[0], CacheConfig(), EmbeddingOptimizer())
     collection.close()
     collection.close()
     assert not collection.is_open
@@ -688,7 +688,7 @@ def test_life_cycle_errors() -> None:
 def test_cache_size_is_a_share_of_the_rows() -> None:
     tables = [table("a", ["x"], rows=64_000, dim=4), table("b", ["y"], rows=32_000, dim=8)]
     collection = opened(tables, cache=CacheConfig(fraction=0.1))
-    assert [group.cache.capacity for group in collection._groups] == [6_400, 3_200]
+    assert [group.cache.capacity for group in collection.stream.groups] == [6_400, 3_200]
     unsized = HetEmbeddingBagCollection([table("t", ["x"], rows=0)])
     unsized.open(LocalStore(), CacheConfig(fraction=0.5), EmbeddingOptimizer(), expected_rows={"t": 6_400})
-    assert unsized._groups[0].cache.capacity == 3_200
+    assert unsized.stream.groups[0].cache.capacity == 3_200

@@ -94,7 +94,7 @@ def test_slots_beyond_two_billion_weights() -> None:
     keys = list(range(40))
     for moved in learned(collection, keys):
         torch.testing.assert_close(moved, torch.arange(1.0, 41)[:, None].expand(40, dim), rtol=0, atol=1e-5)
-    cache = collection._groups[0].cache
+    cache = collection.stream.groups[0].cache
     used = cache.priority.ge(0).nonzero().squeeze(1)
     assert len(used) == 40
     assert int(used.max()) * 2 * dim > 2**31  # otherwise nothing was shown

@@ -1,4 +1,4 @@
-// bag_lookup, bag_grad, bag_update, row_update: pooled reads, and the optimizer's steps on cached rows.
+// bag_lookup, bag_grad, bag_weight_grad, bag_update, row_update: pooled reads, and steps on cached rows.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -220,10 +220,38 @@ void dispatch(int64_t optimizer, int64_t dim, int64_t width, Run run) {
   STD_TORCH_CHECK(false, "unknown optimizer ", optimizer);
 }
 
-void bag_update(Tensor rows_t, Tensor meta_t, Tensor priority_t, const Tensor& slots_t, const Tensor& grad_t,
-                const Tensor& order_t, const Tensor& splits_t, std::optional<Tensor> bag_of_t, const Tensor& offsets_t,
-                std::optional<Tensor> weights_t, const Tensor& mean_t, int64_t dim, double scale, int64_t optimizer,
-                double lr, const Tensor& settings_t) {
+// What a bag's weight does to the loss: the product of its row with the gradient of its bag.
+Tensor bag_weight_grad(const Tensor& rows_t, const Tensor& slots_t, const Tensor& inverse_t,
+                       std::optional<Tensor> bag_of_t, const Tensor& offsets_t, const Tensor& mean_t,
+                       const Tensor& grad_t, int64_t dim) {
+  const Bags bags(offsets_t, bag_of_t, std::nullopt, mean_t);
+  const auto* rows = data<const float>(rows_t, "rows");
+  const int64_t stride = rows_t.size(0) == 0 ? 0 : rows_t.numel() / rows_t.size(0);
+  const auto* slots = data<const int64_t>(slots_t, "slots");
+  const auto* inverse = data<const int32_t>(inverse_t, "inverse");
+  const auto* grad = data<const float>(grad_t, "grad");
+  STD_TORCH_CHECK(bags.offsets[bags.samples * bags.features] == inverse_t.numel(), "lengths sum to ",
+                  bags.offsets[bags.samples * bags.features], ", but there are ", inverse_t.numel(), " keys");
+  STD_TORCH_CHECK(grad_t.numel() == bags.samples * bags.features * dim, "grad must be (samples, features x dim), ",
+                  bags.samples * bags.features * dim, " values; got ", grad_t.numel());
+  Tensor out_t = empty<float>({inverse_t.numel()});
+  auto* out = data<float>(out_t, "out");
+  for (int64_t f = 0; f < bags.features; ++f) {
+    for (int64_t b = 0; b < bags.samples; ++b) {
+      const int64_t bag = f * bags.samples + b;
+      const float* g = grad + (b * bags.features + f) * dim;
+      for (int64_t p = bags.offsets[bag]; p < bags.offsets[bag + 1]; ++p) {
+        out[p] = bags.scale(bag, f, p) * dot(rows + slots[inverse[p]] * stride, g, dim);
+      }
+    }
+  }
+  return out_t;
+}
+
+Tensor bag_update(Tensor rows_t, Tensor meta_t, Tensor priority_t, const Tensor& slots_t, const Tensor& grad_t,
+                  const Tensor& order_t, const Tensor& splits_t, std::optional<Tensor> bag_of_t,
+                  const Tensor& offsets_t, std::optional<Tensor> weights_t, const Tensor& mean_t, int64_t dim,
+                  double scale, int64_t optimizer, double lr, const Tensor& settings_t) {
   const Slots slots(meta_t, rows_t);
   const OptimizerSettings settings = settings_of(settings_t);
   auto* priority = data<int64_t>(priority_t, "priority");
@@ -231,6 +259,8 @@ void bag_update(Tensor rows_t, Tensor meta_t, Tensor priority_t, const Tensor& s
   const auto* slot_of = data<const int64_t>(slots_t, "slots");
   const Gradients gradients(grad_t, order_t, splits_t, bag_of_t, offsets_t, weights_t, mean_t, dim, scale);
   STD_TORCH_CHECK(slots_t.numel() == gradients.n_unique, "one slot a unique row is needed");
+  std::vector<float> before(static_cast<size_t>(2 * slots.width));
+  std::vector<int64_t> left_out;
   dispatch(optimizer, dim, slots.width, [&]<Optimizer kOptimizer, int kDim>() {
     gradients.for_each<kDim>(dim, [&](int64_t u, float* sum) {
       if (u + kAhead < gradients.n_unique) {
@@ -238,36 +268,45 @@ void bag_update(Tensor rows_t, Tensor meta_t, Tensor priority_t, const Tensor& s
         if (slot_of[u + kAhead] < capacity) __builtin_prefetch(priority + slot_of[u + kAhead], 1);
       }
       const int64_t slot = slot_of[u];
-      step_row<kOptimizer, true>(row_ref(slots, slot, kDim > 0 ? kDim : dim), sum, kDim > 0 ? kDim : dim,
-                                 static_cast<float>(lr), settings);
       SlotMeta& meta = slots.meta[slot];
-      ++meta.pending;
+      if (try_step_row<kOptimizer, true>(row_ref(slots, slot, kDim > 0 ? kDim : dim), sum, kDim > 0 ? kDim : dim,
+                                         static_cast<float>(lr), settings, before.data())) {
+        ++meta.pending;
+      } else {
+        left_out.push_back(u);
+      }
       if (--meta.pins == 0 && slot < capacity) priority[slot] &= ~kPinned;
     });
   });
+  return from_values(left_out.data(), static_cast<int64_t>(left_out.size()));
 }
 
-void row_update(Tensor rows_t, Tensor meta_t, const Tensor& slots_t, const Tensor& grads_t, int64_t dim,
-                int64_t optimizer, double lr, const Tensor& settings_t, bool pending) {
+Tensor row_update(Tensor rows_t, Tensor meta_t, const Tensor& slots_t, const Tensor& grads_t, int64_t dim,
+                  int64_t optimizer, double lr, const Tensor& settings_t, bool pending) {
   const Slots slots(meta_t, rows_t);
   const OptimizerSettings settings = settings_of(settings_t);
   const auto* slot_of = data<const int64_t>(slots_t, "slots");
   const auto* grads = data<const float>(grads_t, "grads");
   STD_TORCH_CHECK(grads_t.numel() == slots_t.numel() * dim, "one gradient of ", dim, " values a slot is needed");
-  std::vector<float> grad(static_cast<size_t>(dim));
+  std::vector<float> grad(static_cast<size_t>(dim)), before(static_cast<size_t>(2 * slots.width));
+  std::vector<int64_t> left_out;
   dispatch(optimizer, dim, slots.width, [&]<Optimizer kOptimizer, int kDim>() {
     for (int64_t i = 0; i < slots_t.numel(); ++i) {
       std::copy_n(grads + i * dim, dim, grad.data());
       const RowRef row = row_ref(slots, slot_of[i], dim);
+      SlotMeta& meta = slots.meta[slot_of[i]];
+      bool made;
       if (pending) {
-        step_row<kOptimizer, true>(row, grad.data(), dim, static_cast<float>(lr), settings);
-        ++slots.meta[slot_of[i]].pending;
+        made = try_step_row<kOptimizer, true>(row, grad.data(), dim, static_cast<float>(lr), settings, before.data());
+        if (made) ++meta.pending;
       } else {
-        step_row<kOptimizer, false>(row, grad.data(), dim, static_cast<float>(lr), settings);
-        ++slots.meta[slot_of[i]].start_clock;
+        made = try_step_row<kOptimizer, false>(row, grad.data(), dim, static_cast<float>(lr), settings, before.data());
+        ++meta.start_clock;  // also where the step was left out: the store counts it, and leaves it out too
       }
+      if (!made) left_out.push_back(i);
     }
   });
+  return from_values(left_out.data(), static_cast<int64_t>(left_out.size()));
 }
 
 }  // namespace
@@ -275,6 +314,7 @@ void row_update(Tensor rows_t, Tensor meta_t, const Tensor& slots_t, const Tenso
 STABLE_TORCH_LIBRARY_IMPL(hetrec, CPU, m) {
   m.impl("bag_lookup", TORCH_BOX(&bag_lookup));
   m.impl("bag_grad", TORCH_BOX(&bag_grad));
+  m.impl("bag_weight_grad", TORCH_BOX(&bag_weight_grad));
   m.impl("bag_update", TORCH_BOX(&bag_update));
   m.impl("row_update", TORCH_BOX(&row_update));
 }

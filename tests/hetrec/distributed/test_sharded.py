@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,8 +22,12 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder, ShardingEnv
 from torchrec.fx import symbolic_trace
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.streamable import Pipelineable
 
 import hetrec
 from cache_backend import CacheConfig, EmbeddingOptimizer, LocalStore, RemoteStore
@@ -96,6 +101,28 @@ def test_ranks_cannot_share_a_store_in_one_process() -> None:
     collection = hetrec.HetEmbeddingBagCollection(WEIGHTED)
     with pytest.raises(ValueError, match="2 ranks cannot share a LocalStore"):
         sharder.shard(collection, {}, ShardingEnv(2, 0, None), CPU, "ebc")  # type: ignore[arg-type]
+
+
+@dataclass
+class Features(Pipelineable):
+    sparse: KeyedJaggedTensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Features:
+        return Features(self.sparse.to(device, non_blocking=non_blocking))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        self.sparse.record_stream(stream)
+
+
+class Scorer(nn.Module):
+    def __init__(self, rows: nn.Module) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, batch: Features) -> tuple[torch.Tensor, torch.Tensor]:
+        pooled = self.rows(batch.sparse).to_dict()
+        out = torch.cat([pooled["x"], pooled["y"]], 1)
+        return (out - 0.3).square().sum(), out.detach()
 
 
 class Sequences(nn.Module):
@@ -197,3 +224,48 @@ def test_a_model_can_be_traced_with_our_collection_as_a_leaf() -> None:
     traced = symbolic_trace(model, leaf_modules=["HetEmbeddingBagCollection"])
     for batch in batches(2):
         torch.testing.assert_close(traced(batch), model(batch))
+
+
+@pytest.mark.parametrize("pipeline", [None, TrainPipelineSparseDist], ids=["inline", "pipelined"])
+def test_position_weights_are_trained_under_distributed_model_parallel(pipeline: Any) -> None:
+    """TorchRec's feature processor in front of our collection: its weights and our rows as in plain TorchRec."""
+    tables = [EmbeddingBagConfig(name="a", embedding_dim=4, num_embeddings=30, feature_names=["x", "y"])]
+
+    def scorer(rows: nn.Module) -> nn.Module:
+        processor = PositionWeightedModuleCollection({"x": 4, "y": 4})
+        return Scorer(FeatureProcessedEmbeddingBagCollection(rows, processor))
+
+    ours = hetrec.HetEmbeddingBagCollection(tables, is_weighted=True, device=torch.device("meta"))
+    model = scorer(ours)
+    parallel = sharded(model, hetrec.HetEmbeddingBagCollectionSharder(LocalStore(), CacheConfig(rows=32), SGD))
+    stock = EmbeddingBagCollection(tables=tables, is_weighted=True)
+    stock.embedding_bags["a"].weight.data.copy_(rows_of(ours)["a"])
+    plain = scorer(stock)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (parallel, plain)]
+    trained = None if pipeline is None else pipeline(parallel, optimizers[0], torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    data = []
+    for _ in range(6):
+        lengths = torch.randint(0, 4, (20,), generator=generator, dtype=torch.int32)
+        keys = torch.randint(0, 30, (int(lengths.sum()),), generator=generator)
+        data.append(KeyedJaggedTensor(["x", "y"], keys, lengths=lengths))
+    batches = iter([Features(features) for features in data])
+    for features in data:
+        if trained is not None:
+            out = trained.progress(batches)
+        else:
+            loss, out = parallel(Features(features))
+            optimizers[0].zero_grad()
+            loss.backward()
+            optimizers[0].step()
+        loss, expected = plain(Features(features))
+        torch.testing.assert_close(out, expected, rtol=0, atol=5e-6)
+        optimizers[1].zero_grad()
+        loss.backward()
+        optimizers[1].step()
+    positions = [[p for n, p in m.named_parameters() if "position" in n] for m in (model, plain)]
+    for mine, other in zip(*positions, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-5)
+        assert not torch.equal(mine, torch.ones_like(mine))
+    parallel.eval()  # pushes
+    torch.testing.assert_close(rows_of(ours)["a"], stock.embedding_bags["a"].weight.detach(), rtol=0, atol=1e-5)
