@@ -181,7 +181,8 @@ class BatchStream:
             raise RuntimeError("a batch whose gradients were applied in backward went through backward again")
         if batch.state is State.STEPPED:
             raise RuntimeError(
-                "backward of a batch whose step was taken: its gradient has no step to go to. Run backward before the step"
+                "backward of a batch whose step was taken: its gradient has no step to go to. Run backward before the "
+                "step"
             )
         if batch not in self._begun:
             raise RuntimeError(

@@ -248,7 +248,7 @@ def test_a_collection_that_is_freed_in_the_middle_of_an_exchange() -> None:
         gc.collect()
     assert stream() is None
     assert [w.category for w in said] == [ResourceWarning]
-    assert "updates since the last flush that the cache had not pushed to the store: close() it first" in str(said[0].message)
+    assert "updates since the last flush that the cache had not pushed" in str(said[0].message)
     store.go_on.set()
     other = opened([table("t", ["x"])], SGD, store=store)  # the store serves on
     with warnings.catch_warnings():
