@@ -352,6 +352,6 @@ class BatchStream:
             warnings.warn(
                 f"{what}. Such a row's step is left out and counted (rows_nonfinite), which is said once; "
                 "embedding.nonfinite=error ends the run instead",
-                RuntimeWarning,
+                UserWarning,
                 stacklevel=2,
             )
