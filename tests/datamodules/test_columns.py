@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datamodules.columns import DenseColumn, SparseColumn, bags, dense_values, keys, label_values, parse_hexadecimal
+from datamodules.columns import DenseColumn, SparseColumn, bags, dense_values, keys, parse_hexadecimal
 from datamodules.errors import DataError
 from datamodules.keys import MISSING_KEY, hash_bytes, keys_to_uint64, uint64_to_keys
 from tests.datamodules.reference import fnv1a
@@ -185,16 +185,3 @@ def test_dense_values() -> None:
         dense_values(pa.array([float("inf")]), DenseColumn("d"), "some.parquet")
     with pytest.raises(DataError, match=r"some\.parquet.*'d'.*string"):
         dense_values(pa.array(["1"]), DenseColumn("d"), "some.parquet")
-
-
-@pytest.mark.parametrize(
-    "column", [pa.array([0, 1, None]), pa.array([0.0, float("nan")]), pa.array([0, 2]), pa.array(["1"])]
-)
-def test_labels_that_are_missing_or_no_labels_are_named(column: pa.Array) -> None:
-    with pytest.raises(DataError, match=r"some\.parquet.*'click'"):
-        label_values(column, "click", "some.parquet")
-
-
-def test_labels() -> None:
-    assert label_values(pa.array([True, False]), "y", "file").tolist() == [1, 0]
-    assert label_values(pa.array([0.25, 1]), "y", "file").tolist() == [0.25, 1]
