@@ -318,7 +318,7 @@ def dense_values(column: pa.Array, dense: DenseColumn, where: str) -> npt.NDArra
     if kind not in ("integer", "float"):
         raise DataError(
             f"{where}: dense column {dense.name!r} has type {column.type}; expected numbers. "
-            f"Name it under sparse, or cast it"
+            f"Write it as numbers (a date as its days), or name it under sparse if it holds strings or lists"
         )
     column = column.cast(pa.float32(), safe=False)
     values = column.fill_null(0).to_numpy(zero_copy_only=False) if column.null_count else column.to_numpy()

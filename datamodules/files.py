@@ -38,7 +38,7 @@ def list_parquet(path: Path) -> list[Path]:
     found = []
     seen = {os.path.realpath(path)}  # a link to a folder above would lead in circles
     for folder, folders, names in os.walk(path, onerror=_cannot_list, followlinks=True):
-        folders[:] = [name for name in folders if _is_data(name) and _is_new(os.path.join(folder, name), seen)]
+        folders[:] = [n for n in sorted(folders) if _is_data(n) and _is_new(os.path.join(folder, n), seen)]
         for file in (Path(folder, name) for name in names if _is_data(name)):
             if file.suffix.lower() not in (".parquet", ".pq"):
                 continue
@@ -125,7 +125,10 @@ class ParquetFiles:
             raise DataError(f"{what}={str(root)!r} does not exist; give a Parquet file or a folder of them")
         paths = list_parquet(root)
         if not paths:
-            raise DataError(f"{what}={str(root)!r} holds no Parquet file (*.parquet, *.pq)")
+            raise DataError(
+                f"{what}={str(root)!r} holds no Parquet file (*.parquet, *.pq); give the "
+                f"files such names, or name a single file"
+            )
         files = cls([str(p) for p in paths], [], [], [], [])
         raw_partitions = [_partition_values(p.relative_to(root).parts[:-1] if root.is_dir() else ()) for p in paths]
         for file in paths:

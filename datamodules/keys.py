@@ -56,10 +56,10 @@ def hash_bytes(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.integer]) ->
         position += 1
         active = active[lengths[active] > position]
     prime = int(_FNV_PRIME)
-    for i in active:  # a few long ones: a pass per byte would cost them more than plain Python does
+    for i in active.tolist():  # a few long ones: a pass per byte would cost them more than plain Python does
         value = int(hashes[i])
-        for byte in data[starts[i] + position : starts[i] + lengths[i]].tobytes():
-            value = (value ^ byte) * prime % 2**64
+        for octet in data[starts[i] + position : starts[i] + lengths[i]].tobytes():
+            value = (value ^ octet) * prime % 2**64
         hashes[i] = value
     keys = hashes.view(np.int64)
     keys[keys == MISSING_KEY] += 1
