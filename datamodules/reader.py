@@ -169,6 +169,7 @@ class WindowReader:
             columns=[n for n in self.columns.names if n in own],
             use_threads=False,
         ):
+            self._check_unchanged(unit.file)
             kept = self.rows.mask(position, batch.num_rows)
             position += batch.num_rows
             if isinstance(kept, slice):
