@@ -135,10 +135,9 @@ class ParquetFiles:
             try:
                 files.stamps.append(stamp(file))
                 metadata = pq.read_metadata(file)
-            except (pa.ArrowInvalid, OSError) as error:
-                raise DataError(
-                    f"{file} cannot be read as Parquet: {str(error).rstrip('.')}. Write it again, or leave it out"
-                ) from error
+            except (pa.ArrowException, OSError) as error:
+                why = str(error).strip().rstrip(".")
+                raise DataError(f"{file} cannot be read as Parquet: {why}. Write it again, or leave it out") from error
             schema = metadata.schema.to_arrow_schema()
             files.group_rows.append(tuple(metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)))
             files.names.append(frozenset(schema.names))

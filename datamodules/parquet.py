@@ -120,11 +120,6 @@ class ParquetDataModule(HetDataModule):
         number of rows."""
         files = self._open("path")
         dense, sparse = self._dense(files), self._sparse(files)
-        if not dense and not sparse:
-            raise DataError(
-                f"data.path={self.path!r} has no column that is a feature, among: {', '.join(files.columns)}; expected "
-                f"integers, strings, lists of either, or floats beside the label"
-            )
         named = dict.fromkeys(self.tables.get(name, name) for name in sparse)
         self._check_names(named, sparse)
         return FeatureSpec(

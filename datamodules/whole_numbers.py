@@ -38,7 +38,9 @@ def _whole_in(path: str, names: list[str]) -> list[str]:
             names = [name for name in names if _bounds_are_whole(file.metadata, name)]
             batch = next(file.iter_batches(batch_size=_ROWS, columns=names, use_threads=False), None)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read: {str(error).rstrip('.')}. Write it again, or leave it out") from error
+        raise DataError(
+            f"{path} cannot be read: {str(error).strip().rstrip('.')}. Write it again, or leave it out"
+        ) from error
     return [] if batch is None else [name for name in names if _looks_like_ids(batch[name])]
 
 
