@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 from datamodules.columns import Kind, kind_of
 from datamodules.errors import DataError
 
-__all__ = ["Column", "ParquetFiles", "list_parquet", "natural_key", "stamp", "widen"]
+__all__ = ["Column", "ParquetFiles", "list_parquet", "natural_key", "open_parquet", "stamp", "widen"]
 
+_BUFFER_BYTES = 1 << 18  # per column of an open row group; without it a whole column chunk is loaded at once
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -210,6 +211,12 @@ class ParquetFiles:
             for p, own, part in zip(self.paths, self.names, self.partitions, strict=True)
             if name in own or name in part
         )
+
+
+def open_parquet(path: str) -> pq.ParquetFile:
+    """A file to read a few rows at a time, in memory that does not grow with its row groups."""
+    # pre_buffer would load all column chunks of a row group before the first row is decoded.
+    return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
 
 
 def stamp(file: str | Path) -> tuple[int, int]:

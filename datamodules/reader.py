@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from datamodules.columns import Bags, DenseColumn, SparseColumn, bags, dense_values, keys
 from datamodules.errors import DataError
-from datamodules.files import ParquetFiles, stamp
+from datamodules.files import ParquetFiles, open_parquet, stamp
 from datamodules.labels import LabelRule, label_values
 from datamodules.plan import EpochPlan, Rows, Unit
 
@@ -25,7 +25,6 @@ __all__ = ["Columns", "Window", "WindowReader"]
 
 _CHUNK_ROWS = 16384  # rows decoded at a time: bounds the memory of one huge row group
 _OPEN_FILES = 32
-_BUFFER_BYTES = 1 << 18  # per column of an open row group; without it a whole column chunk is loaded at once
 
 
 @dataclass(frozen=True)
@@ -190,8 +189,7 @@ class WindowReader:
         if index in self._open:
             self._open.move_to_end(index)
         else:
-            # pre_buffer would load all column chunks of a row group before the first row is decoded.
-            self._open[index] = pq.ParquetFile(self.files.paths[index], buffer_size=_BUFFER_BYTES, pre_buffer=False)
+            self._open[index] = open_parquet(self.files.paths[index])
             if len(self._open) > _OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
         return self._open[index]

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 
 from datamodules.columns import kind_of
 from datamodules.errors import DataError
-from datamodules.files import ParquetFiles
+from datamodules.files import ParquetFiles, open_parquet
 
 __all__ = ["whole_float_columns"]
 
@@ -34,7 +34,7 @@ def whole_float_columns(files: ParquetFiles, names: list[str]) -> list[str]:
 
 def _whole_in(path: str, names: list[str]) -> list[str]:
     try:
-        with pq.ParquetFile(path, pre_buffer=False) as file:
+        with open_parquet(path) as file:
             names = [name for name in names if _bounds_are_whole(file.metadata, name)]
             batch = next(file.iter_batches(batch_size=_ROWS, columns=names, use_threads=False), None)
     except (pa.ArrowException, OSError) as error:
