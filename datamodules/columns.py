@@ -60,7 +60,7 @@ def kind_of(dtype: pa.DataType) -> Kind:
         return "null"
     if pa.types.is_integer(dtype) or pa.types.is_boolean(dtype):
         return "integer"
-    if pa.types.is_floating(dtype):
+    if pa.types.is_floating(dtype) or pa.types.is_decimal(dtype):
         return "float"
     if any(is_text(dtype) for is_text in _TEXTS):
         return "string"
@@ -133,7 +133,15 @@ def keys(column: pa.Array, feature: SparseColumn, where: str) -> npt.NDArray[np.
 
 
 def _whole_numbers(column: pa.Array, feature: SparseColumn, where: str) -> pa.Array:
-    """Floats as integers, NaN as null: what integers with gaps become in pandas, among others."""
+    """Floats as integers, NaN as null: what integers with gaps become in pandas; and decimals, as databases export."""
+    if pa.types.is_decimal(column.type):
+        try:
+            return column.cast(pa.int64())
+        except pa.ArrowInvalid as error:
+            raise DataError(
+                f"{where}: column {feature.name!r} of type {column.type} cannot be keys: {error}. Name the column "
+                f"under data.dense, or write integers or strings"
+            ) from error
     values = column.to_numpy(zero_copy_only=False)  # nulls become NaN
     missing = np.isnan(values)
     values = np.where(missing, 0, values)

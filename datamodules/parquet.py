@@ -120,6 +120,12 @@ class ParquetDataModule(HetDataModule):
         number of rows."""
         files = self._open("path")
         dense, sparse = self._dense(files), self._sparse(files)
+        whole = whole_float_columns(files, dense) if self.dense is None else []
+        if whole:
+            say(
+                f"dense columns of whole numbers: {', '.join(whole)}. Where these are ids (integers with gaps often "
+                f"became floats), make them keys: data.sparse=[{','.join([*sparse, *whole])}]"
+            )
         named = dict.fromkeys(self.tables.get(name, name) for name in sparse)
         self._check_names(named, sparse)
         return FeatureSpec(
@@ -213,14 +219,7 @@ class ParquetDataModule(HetDataModule):
         if self.dense is not None:
             self._check_exist(self.dense, files, "data.dense")
             return self.dense
-        found = [c.name for c in self._free(files, self.sparse) if c.kind == "float"]
-        whole = whole_float_columns(files, found)
-        if whole:
-            say(
-                f"dense columns of whole numbers: {', '.join(whole)}. Those that are ids (integers with gaps often "
-                f"became floats) belong into data.sparse=[...], which then names all sparse columns"
-            )
-        return found
+        return [c.name for c in self._free(files, self.sparse) if c.kind == "float"]
 
     def _sparse(self, files: ParquetFiles) -> list[str]:
         if self.sparse is not None:
@@ -244,7 +243,7 @@ class ParquetDataModule(HetDataModule):
             what = ", ".join(f"{c.name} ({re.split('[<[(]', c.dtype)[0]})" for c in others)
             say(
                 f"columns of types that are no features are left out: {what}. To use one, write it as numbers or "
-                f"strings: a date as its days or weekday, a decimal as int64 or float64"
+                f"strings: a date as its days or weekday"
             )
         taken = {self.label, *(self.dense or ()), *self.weights.values()}
         index = [c.name for c in files.columns.values() if c.is_index and c.name not in taken]

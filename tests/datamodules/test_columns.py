@@ -28,9 +28,11 @@ def test_unsigned_ids_of_a_column_come_back(ids: list[int]) -> None:
     assert keys_to_uint64(mapped).tolist() == ids
 
 
-@given(st.lists(st.text()))
-def test_strings_hash_as_fnv1a(texts: list[str]) -> None:
+@given(st.lists(st.text()), st.booleans())
+def test_strings_hash_as_fnv1a(texts: list[str], many: bool) -> None:
     encoded = [t.encode() for t in texts]
+    if many:  # hashed together, and not one by one
+        encoded *= 20
     offsets = np.cumsum([0, *(len(t) for t in encoded)])
     assert hash_bytes(np.frombuffer(b"".join(encoded), np.uint8), offsets).tolist() == [fnv1a(t) for t in encoded]
 
