@@ -80,7 +80,7 @@ class CTRTask(HetTask):
 
     def on_validation_epoch_end(self) -> None:
         super().on_validation_epoch_end()
-        if not self.trainer.callback_metrics[self.monitor].isnan():
+        if self.trainer.sanity_checking or not self.trainer.callback_metrics[self.monitor].isnan():
             return
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]  # a connector of the trainer sets it
             if isinstance(callback, EarlyStopping) and callback.monitor == self.monitor and callback.check_finite:
