@@ -26,7 +26,6 @@ __all__ = [
     "dense_values",
     "keys",
     "kind_of",
-    "label_values",
     "parse_hexadecimal",
 ]
 
@@ -61,7 +60,7 @@ def kind_of(dtype: pa.DataType) -> Kind:
         return "null"
     if pa.types.is_integer(dtype) or pa.types.is_boolean(dtype):
         return "integer"
-    if pa.types.is_floating(dtype):
+    if pa.types.is_floating(dtype) or pa.types.is_decimal(dtype):
         return "float"
     if any(is_text(dtype) for is_text in _TEXTS):
         return "string"
@@ -125,10 +124,41 @@ def keys(column: pa.Array, feature: SparseColumn, where: str) -> npt.NDArray[np.
         return _integer_keys(column, feature, where)
     if kind == "string":
         return _string_keys(column, feature, where)
+    if kind == "float":
+        return _integer_keys(_whole_numbers(column, feature, where), feature, where)
     raise DataError(
         f"{where}: column {feature.name!r} has type {dtype}, which cannot be a key; expected integers, strings or "
         f"lists of them. Cast the column, or name it under dense instead of sparse"
     )
+
+
+def _whole_numbers(column: pa.Array, feature: SparseColumn, where: str) -> pa.Array:
+    """Floats as integers, NaN as null: what integers with gaps become in pandas; and decimals, as databases export."""
+    if pa.types.is_decimal(column.type):
+        try:
+            return column.cast(pa.int64())
+        except pa.ArrowInvalid as error:
+            raise DataError(
+                f"{where}: column {feature.name!r} of type {column.type} cannot be keys: {error}. Name the column "
+                f"under data.dense, or write integers or strings"
+            ) from error
+    values = column.to_numpy(zero_copy_only=False)  # nulls become NaN
+    missing = np.isnan(values)
+    values = np.where(missing, 0, values)
+    # From here on whole numbers lie further apart than 1, so an id that was rounded on the way looks like another.
+    limit = 2 ** (np.finfo(values.dtype).nmant + 1)
+    fraction, large = values != np.floor(values), np.abs(values) >= limit
+    if bool((fraction | large).any()):
+        value = float(values[fraction | large][0])
+        raise DataError(
+            f"{where}: column {feature.name!r} holds {value!r} as {column.type}, which cannot be a key: "
+            + (
+                f"{column.type} tells whole numbers apart only below {limit}. Write the ids as int64 or as strings"
+                if abs(value) >= limit
+                else "it is no whole number. Name the column under data.dense, or write integers or strings"
+            )
+        )
+    return pa.array(values.astype(np.int64), mask=missing)
 
 
 def _integer_keys(column: pa.Array, feature: SparseColumn, where: str) -> npt.NDArray[np.int64]:
@@ -296,7 +326,7 @@ def dense_values(column: pa.Array, dense: DenseColumn, where: str) -> npt.NDArra
     if kind not in ("integer", "float"):
         raise DataError(
             f"{where}: dense column {dense.name!r} has type {column.type}; expected numbers. "
-            f"Name it under sparse, or cast it"
+            f"Write it as numbers (a date as its days), or name it under sparse if it holds strings or lists"
         )
     column = column.cast(pa.float32(), safe=False)
     values = column.fill_null(0).to_numpy(zero_copy_only=False) if column.null_count else column.to_numpy()
@@ -305,21 +335,3 @@ def dense_values(column: pa.Array, dense: DenseColumn, where: str) -> npt.NDArra
         if bool(np.isinf(values).any()):
             raise DataError(f"{where}: dense column {dense.name!r} holds an infinite value; replace it by a finite one")
     return np.log1p(np.maximum(values, 0)) if dense.log else values
-
-
-def label_values(column: pa.Array, name: str, where: str) -> npt.NDArray[np.float32]:
-    """Labels, float32 (n,).
-
-    Raises:
-        DataError: the column is not numeric, or a label is missing or not in [0, 1].
-    """
-    if kind_of(column.type) not in ("integer", "float"):
-        raise DataError(
-            f"{where}: label column {name!r} has type {column.type}; expected 0 and 1, as numbers or booleans"
-        )
-    values = column.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)  # nulls become NaN
-    bad = ~((values >= 0) & (values <= 1))
-    if bool(bad.any()):
-        value = column[int(np.flatnonzero(bad)[0])].as_py()
-        raise DataError(f"{where}: label column {name!r} holds {value!r}; expected 0 or 1 in every row")
-    return values

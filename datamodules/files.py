@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,8 +15,9 @@ import pyarrow.parquet as pq
 from datamodules.columns import Kind, kind_of
 from datamodules.errors import DataError
 
-__all__ = ["Column", "ParquetFiles", "list_parquet", "natural_key", "widen"]
+__all__ = ["Column", "ParquetFiles", "list_parquet", "natural_key", "open_parquet", "stamp", "widen"]
 
+_BUFFER_BYTES = 1 << 18  # per column of an open row group; without it a whole column chunk is loaded at once
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -25,20 +27,42 @@ def natural_key(path: Path) -> list[tuple[int, int, str]]:
 
 
 def list_parquet(path: Path) -> list[Path]:
-    """The Parquet files at ``path``: itself, or all below it in natural order.
+    """The Parquet files at ``path``: itself, or all below it in natural order. Links are followed.
 
     Names that begin with ``_`` or ``.`` are not data.
+
+    Raises:
+        DataError: a folder cannot be read, or a link leads nowhere.
     """
     if path.is_file():
         return [path]
-    found = (
-        p
-        for p in path.rglob("*")
-        if p.suffix in (".parquet", ".pq")
-        and p.is_file()
-        and not any(part.startswith(("_", ".")) for part in p.relative_to(path).parts)
-    )
+    found = []
+    seen = {os.path.realpath(path)}  # a link to a folder above would lead in circles
+    for folder, folders, names in os.walk(path, onerror=_cannot_list, followlinks=True):
+        folders[:] = [n for n in sorted(folders) if _is_data(n) and _is_new(os.path.join(folder, n), seen)]
+        for file in (Path(folder, name) for name in names if _is_data(name)):
+            if file.suffix.lower() not in (".parquet", ".pq"):
+                continue
+            if file.is_symlink() and not file.exists():
+                raise DataError(f"{file} is a link that leads nowhere ({os.readlink(file)}); mend or remove it")
+            if file.is_file():
+                found.append(file)
     return sorted(found, key=natural_key)
+
+
+def _cannot_list(error: OSError) -> None:
+    raise DataError(f"the folder {error.filename} cannot be read: {error.strerror}") from error
+
+
+def _is_data(name: str) -> bool:
+    return not name.startswith(("_", "."))
+
+
+def _is_new(folder: str, seen: set[str]) -> bool:
+    real = os.path.realpath(folder)
+    known = real in seen
+    seen.add(real)
+    return not known
 
 
 @dataclass
@@ -50,6 +74,7 @@ class Column:
         dtype: its type in ``file``, the first that has values of it.
         smallest, largest: of its integers, where the footers tell.
         float_in: the first file in which it is a float or a list of floats.
+        is_index: whether it is the index of a pandas table.
     """
 
     name: str
@@ -59,6 +84,7 @@ class Column:
     smallest: int | None = None
     largest: int | None = None
     float_in: str | None = None
+    is_index: bool = False
 
 
 @dataclass
@@ -67,6 +93,7 @@ class ParquetFiles:
 
     Attributes:
         paths: in the order that defines the rows' global positions.
+        stamps: size in bytes and time of the last change of every file, when its footer was read.
         group_rows: rows of every row group, per file.
         names: the columns that each file holds itself.
         partitions: per file, the columns that its folders' names give (``source_id=9319/``): int, str or None. A column
@@ -75,6 +102,7 @@ class ParquetFiles:
     """
 
     paths: list[str]
+    stamps: list[tuple[int, int]]
     group_rows: list[tuple[int, ...]]
     names: list[frozenset[str]]
     partitions: list[dict[str, int | str | None]]
@@ -93,22 +121,31 @@ class ParquetFiles:
         """
         root = Path(path)
         if not root.exists():
+            if root.is_symlink():
+                raise DataError(f"{what}={str(root)!r} is a link that leads nowhere ({os.readlink(root)})")
             raise DataError(f"{what}={str(root)!r} does not exist; give a Parquet file or a folder of them")
         paths = list_parquet(root)
         if not paths:
-            raise DataError(f"{what}={str(root)!r} holds no Parquet file (*.parquet, *.pq)")
-        files = cls([str(p) for p in paths], [], [], [])
+            raise DataError(
+                f"{what}={str(root)!r} holds no Parquet file (*.parquet, *.pq); give the "
+                f"files such names, or name a single file"
+            )
+        files = cls([str(p) for p in paths], [], [], [], [])
         raw_partitions = [_partition_values(p.relative_to(root).parts[:-1] if root.is_dir() else ()) for p in paths]
         for file in paths:
             try:
+                files.stamps.append(stamp(file))
                 metadata = pq.read_metadata(file)
-            except (pa.ArrowInvalid, OSError) as error:
-                raise DataError(f"{file} cannot be read as Parquet: {error}") from error
+            except (pa.ArrowException, OSError) as error:
+                why = str(error).strip().rstrip(".")
+                raise DataError(f"{file} cannot be read as Parquet: {why}. Write it again, or leave it out") from error
             schema = metadata.schema.to_arrow_schema()
             files.group_rows.append(tuple(metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)))
             files.names.append(frozenset(schema.names))
             for column in schema:
                 files._unite(column.name, column.type, str(file))
+            for name in _pandas_index(schema):
+                files.columns[name].is_index = True
             files._spans(metadata)
         files._add_partitions(raw_partitions)
         return files
@@ -174,6 +211,24 @@ class ParquetFiles:
             for p, own, part in zip(self.paths, self.names, self.partitions, strict=True)
             if name in own or name in part
         )
+
+
+def open_parquet(path: str) -> pq.ParquetFile:
+    """A file to read a few rows at a time, in memory that does not grow with its row groups."""
+    # pre_buffer would load all column chunks of a row group before the first row is decoded.
+    return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+
+
+def stamp(file: str | Path) -> tuple[int, int]:
+    """Size in bytes and time of the last change in ns: tells whether a file is still the one it was."""
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns
+
+
+def _pandas_index(schema: pa.Schema) -> list[str]:
+    """The columns that pandas made of a table's index. A plain numbered index is no column, but a description."""
+    named = (schema.pandas_metadata or {}).get("index_columns", [])
+    return [name for name in schema.names if name in named or re.fullmatch(r"__index_level_\d+__", name)]
 
 
 def _partition_values(folders: Iterable[str]) -> dict[str, str | None]:

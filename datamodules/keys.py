@@ -21,6 +21,7 @@ MISSING_KEY = -0x6A09E667F3BCC909
 
 _FNV_OFFSET = np.uint64(0xCBF29CE484222325)
 _FNV_PRIME = np.uint64(0x100000001B3)
+_FEW = 16
 
 
 def uint64_to_keys(ids: npt.ArrayLike) -> Int64Array:
@@ -49,11 +50,17 @@ def hash_bytes(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.integer]) ->
     # One pass per byte position over the strings that are long enough, so the work is the number of bytes.
     active = np.flatnonzero(lengths > 0)
     position = 0
-    while len(active):
+    while len(active) > _FEW:
         byte = data[starts[active] + position].astype(np.uint64)
         hashes[active] = (hashes[active] ^ byte) * _FNV_PRIME
         position += 1
         active = active[lengths[active] > position]
+    prime = int(_FNV_PRIME)
+    for i in active.tolist():  # a few long ones: a pass per byte would cost them more than plain Python does
+        value = int(hashes[i])
+        for octet in data[starts[i] + position : starts[i] + lengths[i]].tobytes():
+            value = (value ^ octet) * prime % 2**64
+        hashes[i] = value
     keys = hashes.view(np.int64)
     keys[keys == MISSING_KEY] += 1
     return keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -10,8 +11,10 @@ from datamodules.columns import DenseColumn, Kind, SparseColumn
 from datamodules.errors import DataError
 from datamodules.files import Column, ParquetFiles, widen
 from datamodules.keys import MISSING_KEY
+from datamodules.labels import LabelRule
 from datamodules.progress import say
 from datamodules.reader import Columns
+from datamodules.whole_numbers import whole_float_columns
 from hetrec.data import FeatureSpec, SparseFeature, TableSpec
 
 __all__ = ["ParquetDataModule"]
@@ -26,16 +29,19 @@ class ParquetDataModule(HetDataModule):
 
     Columns that are not named are found from the schema: floats are dense; integers, booleans, strings, dictionaries
     and lists of integers or strings are sparse. What is named ``label``, or as the weights of another column, is
-    neither. Columns of other types (timestamps, structs, lists of floats) are left out, and a line says so. Where
-    ``dense`` or ``sparse`` is given, exactly those columns are used; an empty list means none.
+    neither. Columns of other types (timestamps, structs, lists of floats) and the index of a pandas table are left
+    out, and a line says so. Where ``dense`` or ``sparse`` is given, exactly those columns are used; an empty list means
+    none.
 
     Keys, without a vocabulary (see :mod:`datamodules.keys`): an integer is its own key, uint64 by its bits; a string is
     hashed; a missing value, and a missing list, is a key of its own. A list is a bag of keys, pooled by the table. In a
     table with a size n the keys are ``0 .. n - 1``, strings are hashed into that range, and missing is row n, which the
-    table has in addition. Missing dense values are 0.
+    table has in addition. Missing dense values are 0. A float column that ``sparse`` names holds integers, as ids with
+    gaps do in pandas; NaN is missing there too.
 
-    Files may differ: a column may be missing (all its values are), all null, a dictionary here and plain there, and
-    integers of any width. Integers and strings, or lists and single values, in one column are an error. Hive folders
+    Files may differ: a column may be missing (all its values are, and a line says so), all null, a dictionary here and
+    plain there, and integers of any width. Integers and strings, or lists and single values, in one column are an
+    error. Hive folders
     (``day=3/``) give columns too: integers if all values are, else strings. A column that a file itself holds wins over
     its folder's name.
 
@@ -43,7 +49,9 @@ class ParquetDataModule(HetDataModule):
         path: a Parquet file or a folder of them, searched with its subfolders.
         val_path: the same, for validation.
         test_path: the same, for testing.
-        label: the label column: numbers from 0 to 1, or booleans.
+        label: the label column: numbers from 0 to 1, booleans, or strings of either (``"0"``, ``"true"``).
+        negative_label: the label that means 0; -1 where labels are -1 and 1.
+        null_label: what a missing label counts as, from 0 to 1. None: a missing label is an error.
         dense: the dense columns, or None to find them.
         sparse: the sparse columns, or None to find them.
         weights: the column of bag weights of a sparse column, as in ``{"tags": "tag_weights"}``.
@@ -60,6 +68,8 @@ class ParquetDataModule(HetDataModule):
         val_path: str | None = None,
         test_path: str | None = None,
         label: str = "label",
+        negative_label: float = 0.0,
+        null_label: float | None = None,
         dense: list[str] | None = None,
         sparse: list[str] | None = None,
         weights: dict[str, str] | None = None,
@@ -90,13 +100,19 @@ class ParquetDataModule(HetDataModule):
             shuffle_buffer=shuffle_buffer,
             seed=seed,
         )
+        if negative_label == 1:
+            raise DataError("data.negative_label=1; expected another number, 1 is the label of a click")
+        if null_label is not None and not 0 <= null_label <= 1:
+            raise DataError(f"data.null_label={null_label}; expected a label from 0 to 1, or null")
         self.label = label
+        self.label_rule = LabelRule(negative_label, null_label)
         self.dense = dense
         self.sparse = sparse
         self.weights = weights or {}
         self.tables = tables or {}
         self.sizes = sizes or {}
         self.pooling = pooling or {}
+        self._told: set[Role] = set()  # setup is called for every stage; what it found is said once
 
     @cached_property
     def spec(self) -> FeatureSpec:
@@ -104,6 +120,12 @@ class ParquetDataModule(HetDataModule):
         number of rows."""
         files = self._open("path")
         dense, sparse = self._dense(files), self._sparse(files)
+        whole = whole_float_columns(files, dense) if self.dense is None else []
+        if whole:
+            say(
+                f"dense columns of whole numbers: {', '.join(whole)}. Where these are ids (integers with gaps often "
+                f"became floats), make them keys: data.sparse=[{','.join([*sparse, *whole])}]"
+            )
         named = dict.fromkeys(self.tables.get(name, name) for name in sparse)
         self._check_names(named, sparse)
         return FeatureSpec(
@@ -140,6 +162,7 @@ class ParquetDataModule(HetDataModule):
                 for f in spec.sparse
             ),
             label=self.label if labelled else None,
+            label_rule=self.label_rule,
         )
 
     def open_files(self, role: Role) -> ParquetFiles:
@@ -149,7 +172,26 @@ class ParquetDataModule(HetDataModule):
         """As in the base class; also checks the columns of ``val_path`` and ``test_path`` against those of ``path``."""
         for feature in self.spec.sparse:
             self._check_agree(feature.name)
+        for role in self._roles():
+            self._say_absent(role)
         super().setup(stage)
+
+    def _say_absent(self, role: Role) -> None:
+        """Says which columns some files do not hold, once."""
+        if role in self._told:
+            return
+        self._told.add(role)
+        files = self._open(role)
+        by_holders: dict[frozenset[str], list[str]] = {}
+        for name in self.columns(labelled=False).names:
+            by_holders.setdefault(frozenset(files.holders(name)), []).append(name)
+        for holders, names in by_holders.items():
+            absent = [path for path in files.paths if path not in holders]
+            if absent:
+                say(
+                    f"{', '.join(names)}: no such column in {len(absent)} of {len(files.paths)} files of data.{role} "
+                    f"({absent[0]}{', ...' if len(absent) > 1 else ''}); the values count as missing there"
+                )
 
     def _check_agree(self, name: str) -> None:
         """The three paths must hold one kind of keys: an integer and the hash of its digits are two keys."""
@@ -177,24 +219,36 @@ class ParquetDataModule(HetDataModule):
         if self.dense is not None:
             self._check_exist(self.dense, files, "data.dense")
             return self.dense
-        taken = {self.label, *(self.sparse or ()), *self.weights.values()}
-        return [c.name for c in files.columns.values() if c.kind == "float" and c.name not in taken]
+        return [c.name for c in self._free(files, self.sparse) if c.kind == "float"]
 
     def _sparse(self, files: ParquetFiles) -> list[str]:
-        taken = {self.label, *(self.dense or ()), *self.weights.values()}
         if self.sparse is not None:
             self._check_exist(self.sparse, files, "data.sparse")
             found = self.sparse
         else:
-            found = [c.name for c in files.columns.values() if c.kind in (*_KEYS, "null") and c.name not in taken]
-            left = [
-                c.name for c in files.columns.values() if c.kind in ("other", "list<float>") and c.name not in taken
-            ]
-            if left:
-                say(f"columns of types that are no features are left out: {', '.join(left)}")
+            free = self._free(files, self.dense)
+            found = [c.name for c in free if c.kind in (*_KEYS, "null")]
+            self._say_left_out(files, [c for c in free if c.kind in ("other", "list<float>")])
         for name in found:
             self._check_sparse(name, files)
         return found
+
+    def _free(self, files: ParquetFiles, named: list[str] | None) -> list[Column]:
+        """The columns that may be found to be features: those that no option names, and not the index of a table."""
+        taken = {self.label, *(named or ()), *self.weights.values()}
+        return [c for c in files.columns.values() if c.name not in taken and not c.is_index]
+
+    def _say_left_out(self, files: ParquetFiles, others: list[Column]) -> None:
+        if others:
+            what = ", ".join(f"{c.name} ({re.split('[<[(]', c.dtype)[0]})" for c in others)
+            say(
+                f"columns of types that are no features are left out: {what}. To use one, write it as numbers or "
+                f"strings: a date as its days or weekday"
+            )
+        taken = {self.label, *(self.dense or ()), *self.weights.values()}
+        index = [c.name for c in files.columns.values() if c.is_index and c.name not in taken]
+        if index:
+            say(f"pandas' index is left out: {', '.join(index)}. To use it, name it among data.sparse=[...]")
 
     def _check_exist(self, names: list[str], files: ParquetFiles, option: str) -> None:
         unknown = [name for name in names if name not in files.columns]
@@ -203,12 +257,10 @@ class ParquetDataModule(HetDataModule):
 
     def _check_sparse(self, name: str, files: ParquetFiles) -> None:
         column = files.columns.get(name)
-        if column is not None and column.kind not in (*_KEYS, "null"):
-            what = f"a float in {column.float_in}" if column.float_in else f"{column.dtype} in {column.file}"
+        if column is not None and column.kind == "other":
             raise DataError(
-                f"column {name!r} cannot be a sparse feature: it is {what}; expected "
-                f"integers, strings or lists of them. Cast it (integers with missing values often became floats), or "
-                f"name it under data.dense"
+                f"column {name!r} cannot be a sparse feature: it is {column.dtype} in {column.file}; expected "
+                f"integers, strings or lists of them. Write it as one of these (a date as its days, or as a string)"
             )
 
     def _check_names(self, tables: dict[str, None], sparse: list[str]) -> None:

@@ -15,25 +15,26 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from datamodules.columns import Bags, DenseColumn, SparseColumn, bags, dense_values, keys, label_values
+from datamodules.columns import Bags, DenseColumn, SparseColumn, bags, dense_values, keys
 from datamodules.errors import DataError
-from datamodules.files import ParquetFiles
+from datamodules.files import ParquetFiles, open_parquet, stamp
+from datamodules.labels import LabelRule, label_values
 from datamodules.plan import EpochPlan, Rows, Unit
 
 __all__ = ["Columns", "Window", "WindowReader"]
 
 _CHUNK_ROWS = 16384  # rows decoded at a time: bounds the memory of one huge row group
 _OPEN_FILES = 32
-_BUFFER_BYTES = 1 << 18  # per column of an open row group; without it a whole column chunk is loaded at once
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What to read. ``label`` None: labels are NaN (prediction)."""
+    """What to read. ``label`` None: labels are NaN (prediction). ``label_rule``: see :func:`label_values`."""
 
     dense: tuple[DenseColumn, ...]
     sparse: tuple[SparseColumn, ...]
     label: str | None
+    label_rule: LabelRule | None = None
 
     @property
     def names(self) -> list[str]:
@@ -96,7 +97,8 @@ class WindowReader:
         for file, batch in self._chunks(epoch, window):
             where, end = self.files.paths[file], at + len(batch)
             if self.columns.label is not None:
-                labels[at:end] = label_values(batch[self.columns.label], self.columns.label, where)
+                label = self.columns.label
+                labels[at:end] = label_values(batch[label], label, where, self.columns.label_rule)
             for i, column in enumerate(self.columns.dense):
                 dense[at:end, i] = dense_values(batch[column.name], column, where)
             for i, feature in enumerate(self.columns.sparse):
@@ -138,10 +140,23 @@ class WindowReader:
         """The rows of a unit that belong to the split; what goes wrong in the file is said in its name."""
         path = self.files.paths[unit.file]
         try:
+            self._check_unchanged(unit.file)
             yield from self._batches(unit)
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{path} cannot be read: {error}. Was it damaged, or changed since the start?") from error
+            raise DataError(
+                f"{path} cannot be read: {error}. It is damaged, or was changed or removed since the start"
+            ) from error
         raise DataError(f"{path} has fewer rows than its footer said at the start; start again when it is complete")
+
+    def _check_unchanged(self, file: int) -> None:
+        """Rows of a file that was written anew are not those that the splits were drawn from."""
+        path, then = self.files.paths[file], self.files.stamps[file]
+        now = stamp(path)
+        if now != then:
+            raise DataError(
+                f"{path} was changed since the start ({then[0]:,} bytes then, {now[0]:,} now); start again when it is "
+                f"complete"
+            )
 
     def _batches(self, unit: Unit) -> Iterator[pa.RecordBatch]:
         """The rows of a unit that belong to the split, a chunk at a time."""
@@ -153,6 +168,7 @@ class WindowReader:
             columns=[n for n in self.columns.names if n in own],
             use_threads=False,
         ):
+            self._check_unchanged(unit.file)
             kept = self.rows.mask(position, batch.num_rows)
             position += batch.num_rows
             if isinstance(kept, slice):
@@ -173,8 +189,7 @@ class WindowReader:
         if index in self._open:
             self._open.move_to_end(index)
         else:
-            # pre_buffer would load all column chunks of a row group before the first row is decoded.
-            self._open[index] = pq.ParquetFile(self.files.paths[index], buffer_size=_BUFFER_BYTES, pre_buffer=False)
+            self._open[index] = open_parquet(self.files.paths[index])
             if len(self._open) > _OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
         return self._open[index]

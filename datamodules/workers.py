@@ -73,7 +73,14 @@ class Workers(Generic[T]):
     def read(self, requests: list[Request]) -> Iterator[T]:
         """What is asked for, in order."""
         self._requests.requests = requests
+        failure: DataError | None = None
         for reading in self._loader if requests else ():
             if isinstance(reading, DataError):
-                raise reading
+                failure = reading
+                break
             yield reading
+        if failure is not None:
+            # The workers end here. Left to the garbage collector, which takes the queues to them first, torch would
+            # wait 5 s for every one.
+            self._loader._iterator = None
+            raise failure

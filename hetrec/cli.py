@@ -31,7 +31,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException, SI
 
 from cache_backend import AutoStore, CacheConfig, EmbeddingOptimizer, EmbeddingStore
 from hetrec.arguments import EXPERIMENT, GROUPS, SUBCOMMANDS, choices, expand
-from hetrec.callbacks import RunSummary
+from hetrec.callbacks import BestCheckpoint, RunSummary
 from hetrec.ctr_task import CTRTask
 from hetrec.data import FeatureSpec
 from hetrec.errors import UserError, one_line, users_mistake
@@ -78,7 +78,7 @@ class HetCLI(LightningCLI):
             "--lr_scheduler", type=LRSchedulerCallable | None, default=None, help="schedule of both learning rates"
         )
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-        parser.add_lightning_class_args(ModelCheckpoint, "best_checkpoint")
+        parser.add_lightning_class_args(BestCheckpoint, "best_checkpoint")
         parser.link_arguments("data.spec", "model.init_args.spec", apply_on="instantiate")
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from pytorch_lightning.callbacks import EarlyStopping
+from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -44,6 +46,8 @@ class CTRTask(HetTask):
         self.row_width = embedding_dim + extra_columns
         tables = embedding_bag_tables(spec, self.row_width, row_init)
         super().__init__(spec, HetEmbeddingBagCollection(tables, is_weighted=spec.is_weighted), CTRMetrics)
+        # Sum and number of the labels of the first epoch of training, of this rank; None once they were looked at.
+        self._labels: Tensor | None = torch.zeros(2, dtype=torch.float64)
 
     def lookup(self, sparse: KeyedJaggedTensor) -> Tensor:
         """Pooled rows, float32, (B, sparse features, row width); features in the order of the tables that hold them."""
@@ -54,6 +58,37 @@ class CTRTask(HetTask):
         logits_B = self(batch.dense_features, batch.sparse_features)
         # A rank may get no row in its last step. The mean of none is NaN; its gradient must be zero.
         return binary_cross_entropy_with_logits(logits_B, batch.labels) if batch.batch_size else logits_B.sum()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if self._labels is not None:
+            self._labels = self._labels.to(batch.labels.device)
+            self._labels[0] += batch.labels.sum()
+            self._labels[1] += batch.batch_size
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        if self._labels is None:
+            return
+        total, rows = self._sum_over_ranks(self._labels).tolist()
+        self._labels = None
+        if rows and total in (0, rows):
+            rank_zero_warn(
+                f"all {rows:,.0f} training rows have the label {total / rows:.0f}, so nothing tells clicks apart: is "
+                f"{self.spec.label!r} the right label column?"
+            )
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        if self.trainer.sanity_checking or not self.trainer.callback_metrics[self.monitor].isnan():
+            return
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]  # a connector of the trainer sets it
+            if isinstance(callback, EarlyStopping) and callback.monitor == self.monitor and callback.check_finite:
+                callback.check_finite = False  # it would stop at once, and without a word
+                rank_zero_warn(
+                    f"early stopping counts an undefined {self.monitor} as no improvement, and stops after "
+                    f"{callback.patience} such epochs: let it watch val_logloss, with mode=min"
+                )
 
     def evaluate(self, batch: Batch, metrics: CTRMetrics) -> None:
         metrics.update(self(batch.dense_features, batch.sparse_features), batch.labels)

@@ -40,9 +40,9 @@ class AUROC(BinaryAUROC):
         super().__init__(thresholds=None, validate_args=False)
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Takes probabilities in [0, 1] and labels 0 or 1, both (B,)."""
+        """Takes probabilities and labels in [0, 1], both (B,). A label between 0 and 1 counts as the nearer of them."""
         self.preds.append(preds.detach())
-        self.target.append(target.detach().long())
+        self.target.append((target.detach() >= 0.5).long())
 
     def compute(self) -> Tensor:  # type: ignore[override]  # BinaryAUROC's own signature
         target = dim_zero_cat(self.target) if len(self.target) else torch.empty(0)

@@ -59,3 +59,17 @@ def ids_of() -> Callable[..., list[list[int]]]:
         return [batch.sparse_features.values().tolist() for batch in loader]
 
     return read
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Writes one file per table; a name may have folders."""
+
+    def write(**tables: pa.Table | dict[str, Any]) -> Path:
+        for name, table in tables.items():
+            path = tmp_path / "data" / f"{name}.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pq.write_table(table if isinstance(table, pa.Table) else pa.table(table), path)
+        return tmp_path / "data"
+
+    return write

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datamodules.columns import DenseColumn, SparseColumn, bags, dense_values, keys, label_values, parse_hexadecimal
+from datamodules.columns import DenseColumn, SparseColumn, bags, dense_values, keys, parse_hexadecimal
 from datamodules.errors import DataError
 from datamodules.keys import MISSING_KEY, hash_bytes, keys_to_uint64, uint64_to_keys
 from tests.datamodules.reference import fnv1a
@@ -28,9 +28,11 @@ def test_unsigned_ids_of_a_column_come_back(ids: list[int]) -> None:
     assert keys_to_uint64(mapped).tolist() == ids
 
 
-@given(st.lists(st.text()))
-def test_strings_hash_as_fnv1a(texts: list[str]) -> None:
+@given(st.lists(st.text()), st.booleans())
+def test_strings_hash_as_fnv1a(texts: list[str], many: bool) -> None:
     encoded = [t.encode() for t in texts]
+    if many:  # hashed together, and not one by one
+        encoded *= 20
     offsets = np.cumsum([0, *(len(t) for t in encoded)])
     assert hash_bytes(np.frombuffer(b"".join(encoded), np.uint8), offsets).tolist() == [fnv1a(t) for t in encoded]
 
@@ -185,16 +187,3 @@ def test_dense_values() -> None:
         dense_values(pa.array([float("inf")]), DenseColumn("d"), "some.parquet")
     with pytest.raises(DataError, match=r"some\.parquet.*'d'.*string"):
         dense_values(pa.array(["1"]), DenseColumn("d"), "some.parquet")
-
-
-@pytest.mark.parametrize(
-    "column", [pa.array([0, 1, None]), pa.array([0.0, float("nan")]), pa.array([0, 2]), pa.array(["1"])]
-)
-def test_labels_that_are_missing_or_no_labels_are_named(column: pa.Array) -> None:
-    with pytest.raises(DataError, match=r"some\.parquet.*'click'"):
-        label_values(column, "click", "some.parquet")
-
-
-def test_labels() -> None:
-    assert label_values(pa.array([True, False]), "y", "file").tolist() == [1, 0]
-    assert label_values(pa.array([0.25, 1]), "y", "file").tolist() == [0.25, 1]

@@ -135,19 +135,35 @@ def test_an_error_in_a_worker_is_the_reader_s_own(id_files: Fixture, id_loader: 
     assert "Traceback" not in str(caught.value)
 
 
-@pytest.mark.parametrize("damage", ["shorter", "garbage", "gone"])
-def test_a_file_that_changes_under_the_reader_is_named(id_files: Fixture, id_loader: Fixture, damage: str) -> None:
-    folder = id_files([30, 3000])
-    loader = id_loader(folder, shuffle=False)
+@pytest.mark.parametrize(
+    ("change", "workers"),
+    [("shorter", 0), ("longer", 0), ("garbage", 0), ("replaced", 0), ("replaced", 2), ("gone", 0)],
+)
+def test_a_file_that_changes_under_the_reader_is_named(
+    id_files: Fixture, id_loader: Fixture, change: str, workers: int
+) -> None:
+    """Changed after the footers were read and, without workers, after the first of its batches too."""
+    folder = id_files([30, 30_000])
+    loader = id_loader(folder, shuffle=False, num_workers=workers)
     path = folder / "part-001.parquet"
-    if damage == "shorter":
-        pq.write_table(pq.read_table(path).slice(0, 990), path)
-    elif damage == "garbage":
+    rows = pq.read_table(path)
+    batches = iter(loader)
+    for _ in range(0 if workers else 10):
+        next(batches)
+    if change == "shorter":
+        pq.write_table(rows.slice(0, 990), path)
+    elif change == "longer":
+        pq.write_table(pa.concat_tables([rows, rows]), path, row_group_size=1000)
+    elif change == "garbage":
         path.write_bytes(path.read_bytes()[:2000] + bytes(100) + b"PAR1")
+    elif change == "replaced":  # by as many rows: the footers fit, the rows are others
+        pq.write_table(rows, folder / "new", row_group_size=1000)
+        (folder / "new").rename(path)
     else:
         path.unlink()
-    with pytest.raises(DataError, match=r"part-001\.parquet (cannot be read|has fewer rows)"):
-        list(loader)
+    message = "cannot be read: .* removed since the start" if change == "gone" else "was changed since the start"
+    with pytest.raises(DataError, match=rf"part-001\.parquet {message}"):
+        list(batches)
 
 
 def test_ranks_without_a_row_take_empty_steps(id_files: Fixture, id_loader: Fixture) -> None:

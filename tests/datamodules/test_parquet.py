@@ -14,35 +14,8 @@ import pytest
 from datamodules.errors import DataError
 from datamodules.keys import MISSING_KEY, keys_to_uint64
 from datamodules.parquet import ParquetDataModule
+from tests.datamodules.modules import Write, column, module
 from tests.datamodules.reference import fnv1a
-
-Write = Callable[..., Path]
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    """Writes one file per table; a name may have folders."""
-
-    def write(**tables: pa.Table | dict[str, Any]) -> Path:
-        for name, table in tables.items():
-            path = tmp_path / "data" / f"{name}.parquet"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(table if isinstance(table, pa.Table) else pa.table(table), path)
-        return tmp_path / "data"
-
-    return write
-
-
-def module(path: Path, **options: Any) -> ParquetDataModule:
-    options = {"val_fraction": 0.0, "test_fraction": 0.0, "shuffle": False, "batch_size": 3, **options}
-    made = ParquetDataModule(str(path), **options)
-    made.setup("fit")
-    return made
-
-
-def column(data: ParquetDataModule, name: str) -> list[int]:
-    """All keys of a single-valued feature, in order."""
-    return [k for batch in data.train_dataloader() for k in batch.sparse_features[name].values().tolist()]
 
 
 def test_columns_are_found_by_their_types(write: Write) -> None:
@@ -136,12 +109,6 @@ def test_a_conflict_between_files_names_column_and_files(
         module(path)
     assert str(path / "b.parquet") in str(caught.value)
     assert str(path / "c.parquet") in str(caught.value)
-
-
-def test_a_float_column_cannot_be_keys(write: Write) -> None:
-    path = write(a={"label": [0], "x": [1]}, b={"label": [0], "x": [1.0]})
-    with pytest.raises(DataError, match=r"'x' cannot be a sparse feature: it is a float in .*b\.parquet"):
-        module(path, sparse=["x"])
 
 
 def test_a_date_cannot_be_keys(write: Write) -> None:

@@ -42,6 +42,30 @@ def test_one_class_has_no_auc_but_a_log_loss(label: float) -> None:
     assert figures["logloss"] == pytest.approx(math.log(2))
 
 
+def test_two_clicks_in_a_thousand_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(50_000, generator=generator) - 6
+    labels = (torch.rand(50_000, generator=generator) < 0.002 * torch.exp(logits + 6).clamp(max=5)).float()
+    assert 50 < labels.sum() < 300
+    metrics = CTRMetrics()
+    for rows in torch.arange(50_000).split(512):  # most batches hold no click
+        metrics.update(logits[rows], labels[rows])
+    figures = metrics.compute_and_reset()
+    probabilities = torch.sigmoid(logits).double().numpy()
+    assert figures["auc"] == pytest.approx(roc_auc_score(labels.numpy(), probabilities), abs=1e-5)
+    assert figures["logloss"] == pytest.approx(log_loss(labels.numpy(), probabilities), abs=1e-6)
+
+
+def test_soft_labels_count_as_the_nearer_class_in_the_auc_and_as_they_are_in_the_loss() -> None:
+    logits, labels = torch.tensor([2.0, -1.0, 0.5, 1.0]), torch.tensor([0.9, 0.1, 0.5, 0.3])
+    metrics = CTRMetrics()
+    metrics.update(logits, labels)
+    figures = metrics.compute_and_reset()
+    assert figures["auc"] == pytest.approx(roc_auc_score([1, 0, 1, 0], logits.numpy()))
+    p, y = torch.sigmoid(logits).double(), labels.double()
+    assert figures["logloss"] == pytest.approx(float(-(y * p.log() + (1 - y) * (1 - p).log()).mean()), abs=1e-6)
+
+
 def test_empty_batches_change_nothing_and_a_reset_forgets() -> None:
     metrics = CTRMetrics()
     metrics.update(torch.tensor([9.0, 9.0]), torch.tensor([0.0, 1.0]))
