@@ -69,6 +69,7 @@ class HetCollection(nn.Module):
         self._output_names = [name for names in self._names_by_table for name in names]
         self._output_dims = [table.embedding_dim for table in tables for _ in table.feature_names]
         self._stream: BatchStream | None = None
+        self._borrowed = False  # a copy of an open collection: the stream is another one's to close
         # Gives the lookup a place in the autograd graph; a plain attribute, so that no optimizer or DDP sees it.
         self._leaf = torch.empty(0, requires_grad=True)
 
@@ -80,12 +81,14 @@ class HetCollection(nn.Module):
         return self.__dict__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # What averages a model's parameters (SWA, EMA) copies the model first. Rows are no parameters.
+        """What averages a model's parameters (SWA, EMA) copies the model. Rows are no parameters: the copy of an open
+        collection reads and trains the same ones, until either is closed."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         if self._stream is not None:
             memo[id(self._stream)] = self._stream
         copied.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
+        copied._borrowed = self._borrowed or self.is_open
         return copied
 
     def table_names(self) -> list[str]:
@@ -278,10 +281,10 @@ class HetCollection(nn.Module):
         return CacheStats() if not self.is_open else self.stream.stats()
 
     def close(self) -> None:
-        """Flush and let go of cache and store. Closing twice is fine."""
-        if self._stream is not None:
+        """Flush and let go of cache and store; a copy of an open collection only lets go. Closing twice is fine."""
+        if self._stream is not None and not self._borrowed:
             self._stream.close()
-            self._stream = None
+        self._stream, self._borrowed = None, False
 
     def _means(self, readers: Sequence[EmbeddingBagConfig | EmbeddingConfig]) -> list[bool] | None:
         """Whether each reader averages its bags; None where nothing is pooled."""

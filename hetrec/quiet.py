@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 
 __all__ = ["quiet"]
@@ -62,7 +63,7 @@ def quiet(another_speaks: bool = False) -> None:
         for name in ("pytorch_lightning", "lightning_fabric"):
             logger = logging.getLogger(name)
             logger.propagate = False
-            logger.handlers = [logging.StreamHandler()]
+            logger.handlers = [_ToStderr()]
 
     for name in ("pytorch_lightning.utilities.rank_zero", "lightning_fabric.utilities.distributed"):
         logger = logging.getLogger(name)
@@ -74,6 +75,14 @@ def quiet(another_speaks: bool = False) -> None:
         warnings.simplefilter("ignore")
     # torchrec calls a function that warns about its own name.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+class _ToStderr(logging.StreamHandler):
+    """Writes to what standard error is at that moment: notebooks replace it, and so does who captures output."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def _short(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:

@@ -189,6 +189,9 @@ def test_an_averaged_model_shares_the_rows_and_averages_the_rest() -> None:
     model.rows.flush()
     model.eval()
     assert torch.equal(averaged.module.rows(features).values(), model.rows(features).values())
+    another = copy.deepcopy(averaged.module.rows)
+    another.close()
+    assert model.rows.is_open, "closing a copy closes the copy"
     model.rows.close()
     assert not averaged.module.rows.is_open
 
