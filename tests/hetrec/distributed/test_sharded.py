@@ -204,11 +204,17 @@ def test_features_of_different_batch_sizes(weighted: bool) -> None:
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(6):
         features = vbe_batch(generator, weighted)
+        weights = features.weights().requires_grad_() if weighted else torch.zeros(0, requires_grad=True)
         found, expected = ours(features).values(), plain(features).values()
         torch.testing.assert_close(found, expected, rtol=0, atol=5e-6)
         optimizer.zero_grad()
+        gradients = []
         for out in (found, expected):
             out.square().sum().backward()
+            gradients.append(weights.grad)
+            weights.grad = None
+        if weighted:  # weights may be learned, also of bags that stand for several samples
+            torch.testing.assert_close(*gradients, rtol=0, atol=2e-5)
         ours.step(0.1)
         optimizer.step()
     bare = KeyedJaggedTensor(["x", "y"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1, 0]),
