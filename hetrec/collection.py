@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from typing_extensions import Self
 
 from cache_backend import ops
 from cache_backend.bsp import RankGroup, SynchronousCache
@@ -109,6 +111,7 @@ class HetCollection(nn.Module):
         self._groups: list[_Group] = []
         self._store: EmbeddingStore | None = None
         self._lr_in_backward: Callable[[], float] | None = None
+        self._borrowed = False  # a copy of an open collection: store and caches are another one's
         self._forget_batches()
         # Gives the lookup a place in the autograd graph; a plain attribute, so that no optimizer or DDP sees it.
         self._leaf = torch.empty(0, requires_grad=True)
@@ -125,6 +128,19 @@ class HetCollection(nn.Module):
                 "an open embedding collection holds a cache and a store and cannot be copied; close() it first"
             )
         return self.__dict__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """What averages weights copies modules. The copy shares the rows: open, it reads those of this collection as
+        evaluation does (what is not flushed yet it does not see), and cannot train; closed, it is one of its own."""
+        live = [*self._groups, self._store, self.__dict__.get("_exchanges"), self._lr_in_backward]
+        memo.update((id(part), part) for part in live if part is not None)
+        batches = {"_begun", "_ahead", "_in_view", "_coming"}
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__ = deepcopy({k: v for k, v in self.__dict__.items() if k not in batches}, memo)
+        copied._forget_batches()
+        copied._borrowed = self._borrowed or self.is_open
+        return copied
 
     def table_names(self) -> list[str]:
         return [table.name for table in self._tables]
@@ -223,6 +239,11 @@ class HetCollection(nn.Module):
                 ``begin`` gets: identity ties a prefetched plan to its batch.
         """
         self._expect_open()
+        if self._borrowed:
+            raise RuntimeError(
+                "this is a copy of an open embedding collection, which reads the same rows and cannot train them: put it "
+                "into evaluation mode (eval()), or close() it and open() it with a store"
+            )
         if self._lr_in_backward is not None:
             self.discard()  # what no gradient reached
         self._give_back_ahead(until=features)
@@ -286,6 +307,8 @@ class HetCollection(nn.Module):
     def flush(self) -> None:
         """Push every pending delta. Afterwards the store holds what the cache holds."""
         self._expect_open()
+        if self._borrowed:
+            return  # it has none; those of the collection that trains are that one's to push
         for plan in self._ahead:
             self._commit(plan)
         for group in self._groups:
@@ -315,10 +338,13 @@ class HetCollection(nn.Module):
         if not self.is_open:
             return
         try:
-            self.discard()
-            self.flush()
+            if not self._borrowed:
+                self.discard()
+                self.flush()
         finally:
-            self._exchanges.shutdown()
+            if not self._borrowed:
+                self._exchanges.shutdown()
+            self._borrowed = False
             self._forget_batches()
             self._groups = []
             self._store = None
