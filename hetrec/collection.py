@@ -229,6 +229,7 @@ class HetCollection(nn.Module):
         assert self._store is not None
         return self._store, self._stored_tables
 
+    @torch.compiler.disable  # threads, a store, and state that lives on: nothing to compile
     def begin(self, features: KeyedJaggedTensor, upcoming: Sequence[KeyedJaggedTensor] = ()) -> None:
         """Start a training step: bring this batch's rows in, then plan the next batches and launch their exchanges.
 
@@ -269,6 +270,7 @@ class HetCollection(nn.Module):
         if not self._synchronous and not any(plan.features is features for plan in self._ahead):
             self._ahead.append(self._plan(features))
 
+    @torch.compiler.disable
     def lookup(self, features: KeyedJaggedTensor) -> list[Tensor]:
         """A batch's rows, group by group (tables of equal width), as ``forward`` takes them: pooled, float32 (B,
         features * dim), or one by one, float32 (values of the group's features, dim). Begins the batch where that was

@@ -185,7 +185,8 @@ class HetTask(LightningModule):
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         # Keys stay where the cache is, in host memory; and as they are: rows fetched ahead for a batch are found by the
         # identity of its KeyedJaggedTensor.
-        return replace(batch, dense_features=batch.dense_features.to(device), labels=batch.labels.to(device))
+        dense, labels = batch.dense_features.to(device, self.dtype), batch.labels.to(device)
+        return replace(batch, dense_features=dense, labels=labels.to(self.dtype) if labels.is_floating_point() else labels)
 
     def on_device(self, rows: Tensor) -> Tensor:
         """Looked-up rows, where the dense parameters are; what a gradient scaler does to parameters is done to them."""
@@ -216,6 +217,9 @@ class HetTask(LightningModule):
         return precision.scaler if isinstance(precision, MixedPrecision) else None
 
     # Training.
+
+    #: torch.compile(task) compiles training_step; tracing what Lightning does here fails.
+    log = torch.compiler.disable(LightningModule.log)
 
     def on_fit_start(self) -> None:
         if self._resumed is None:
@@ -249,7 +253,7 @@ class HetTask(LightningModule):
             rank_zero_warn(why_nothing_was_trained(self.trainer))
 
     def on_train_start(self) -> None:
-        if self._resumed is not None:
+        if self._resumed and self._configured:  # empty where a subclass configures its optimizer by itself
             schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
             apply_overrides(self.trainer.optimizers[0], schedulers, then=self._resumed, now=self._configured)
         self._meter = TrainingMeter(self.embeddings.stats, self._sum_over_ranks)
