@@ -259,7 +259,12 @@ def _new_folder(path: Path) -> Path:
         try:
             candidate.mkdir(parents=True)
             return candidate
-        except FileExistsError:
+        except OSError as error:
+            if not candidate.is_dir():
+                raise UserError(
+                    f"cannot make the folder of this run, {candidate}: {error.strerror}; name a folder that can be "
+                    "written to with trainer.default_root_dir"
+                ) from error
             number += 1
             candidate = path.with_name(f"{path.name}-{number}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import errno
 from pathlib import Path
 from types import TracebackType
 
@@ -17,6 +18,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 _OURS = tuple(str(_ROOT / room) for room in ("hetrec", "cache_backend", "models", "datamodules"))
 _LIGHTNING = str(Path(pytorch_lightning.__file__).parent)
 _ADVISERS = tuple(f"{_LIGHTNING}/{room}/" for room in ("callbacks", "tuner"))
+# What the machine refuses, wherever it is asked: rights, a read-only or full disk, open files.
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE}
 _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
@@ -31,13 +34,15 @@ def is_users_mistake(error: BaseException) -> bool:
     mistakes and asserts its own invariants. So an error of those types that a ``raise`` statement of ours threw carries
     a message for the user, as Lightning's ``MisconfigurationException`` does, its ``ValueError`` (an option of the trainer
     that does not fit the data), and what its callbacks and tuners raise (a metric that nobody logs). The same types thrown by anything else
-    (numpy, torch, an unpacking that does not fit) are bugs, ours most likely, and keep their traceback. A
+    (numpy, torch, an unpacking that does not fit) are bugs, ours most likely, and keep their traceback; but an
+    ``OSError`` by which the machine refuses (a read-only or full disk, too many open files) names the file itself. A
     ``StoreError`` tells of servers that cannot be reached, are not the ones they were, or turned this client away.
     """
     if isinstance(error, (UserError, MisconfigurationException, StoreError)):
         return True
     return (
         (isinstance(error, (ValueError, IndexError, OSError)) and _raised_in(_OURS, error))
+        or (isinstance(error, OSError) and error.errno in _REFUSED)
         or (isinstance(error, ValueError) and _raised_in(_LIGHTNING, error))
         or (isinstance(error, (RuntimeError, AttributeError)) and _raised_in(_ADVISERS, error))
     )
