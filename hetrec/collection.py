@@ -242,8 +242,8 @@ class HetCollection(nn.Module):
         self._expect_open()
         if self._borrowed:
             raise RuntimeError(
-                "this is a copy of an open embedding collection, which reads the same rows and cannot train them: put it "
-                "into evaluation mode (eval()), or close() it and open() it with a store"
+                "this is a copy of an open embedding collection, which reads the same rows and cannot train them: "
+                "put it into evaluation mode (eval()), or close() it and open() it with a store"
             )
         if self._lr_in_backward is not None:
             self.discard()  # what no gradient reached

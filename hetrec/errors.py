@@ -32,11 +32,12 @@ def is_users_mistake(error: BaseException) -> bool:
 
     The project raises ``ValueError``, ``IndexError`` (a key outside its table) and the ``OSError`` family for callers'
     mistakes and asserts its own invariants. So an error of those types that a ``raise`` statement of ours threw carries
-    a message for the user, as Lightning's ``MisconfigurationException`` does, its ``ValueError`` (an option of the trainer
-    that does not fit the data), and what its callbacks and tuners raise (a metric that nobody logs). The same types thrown by anything else
-    (numpy, torch, an unpacking that does not fit) are bugs, ours most likely, and keep their traceback; but an
-    ``OSError`` by which the machine refuses (a read-only or full disk, too many open files) names the file itself. A
-    ``StoreError`` tells of servers that cannot be reached, are not the ones they were, or turned this client away.
+    a message for the user. So does Lightning's ``MisconfigurationException``, its ``ValueError`` (an option of the
+    trainer that does not fit the data), and what its callbacks and tuners raise (a metric that nobody logs). The same
+    types thrown by anything else (numpy, torch, an unpacking that does not fit) are bugs, ours most likely, and keep
+    their traceback. An ``OSError`` by which the machine refuses (a read-only or full disk, too many open files) names
+    the file itself. A ``StoreError`` tells of servers that cannot be reached, are not the ones they were, or turned
+    this client away.
     """
     if isinstance(error, (UserError, MisconfigurationException, StoreError)):
         return True

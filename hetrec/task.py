@@ -186,7 +186,9 @@ class HetTask(LightningModule):
         # Keys stay where the cache is, in host memory; and as they are: rows fetched ahead for a batch are found by the
         # identity of its KeyedJaggedTensor.
         dense, labels = batch.dense_features.to(device, self.dtype), batch.labels.to(device)
-        return replace(batch, dense_features=dense, labels=labels.to(self.dtype) if labels.is_floating_point() else labels)
+        if labels.is_floating_point():
+            labels = labels.to(self.dtype)
+        return replace(batch, dense_features=dense, labels=labels)
 
     def on_device(self, rows: Tensor) -> Tensor:
         """Looked-up rows, where the dense parameters are; what a gradient scaler does to parameters is done to them."""
@@ -239,8 +241,8 @@ class HetTask(LightningModule):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
                 rank_zero_info(
-                    f"{type(callback).__name__} averages the dense parameters; the embedding rows are not averaged, and "
-                    "are always those of the latest step"
+                    f"{type(callback).__name__} averages the dense parameters; the embedding rows are not averaged, "
+                    "and are always those of the latest step"
                 )
         if self.trainer.gradient_clip_val:
             rank_zero_info(

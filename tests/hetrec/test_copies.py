@@ -59,7 +59,7 @@ def test_an_averaged_model_in_a_loop_of_ones_own(tmp_path: Path) -> None:
         change()
         assert torch.equal(after, averaged.module.embeddings(features).values())
     averaged.train()
-    with pytest.raises(RuntimeError, match="a copy of an open embedding collection, which .* cannot train"):
+    with pytest.raises(RuntimeError, match=r"a copy of an open embedding collection, which .* cannot train"):
         averaged.module.loss(TRAIN[0])
     averaged.module.embeddings.close()
     make_trainer(tmp_path).fit(averaged.module, loader(TRAIN))  # closed, it is a task as any other

@@ -246,7 +246,7 @@ def test_another_model_or_other_data_are_refused_before_anything_is_restored(
 def test_another_optimizer_is_refused(tmp_path: Path, saved: str) -> None:
     task = make_task()
     task.optimize_with(Adam)
-    with pytest.raises(ValueError, match="Adam cannot go on from the state of another optimizer: .*lr_decay.*betas"):
+    with pytest.raises(ValueError, match=r"Adam cannot go on from the state of another optimizer: .*lr_decay.*betas"):
         make_trainer(tmp_path, max_epochs=2).fit(task, loader(TRAIN), ckpt_path=saved)
 
 

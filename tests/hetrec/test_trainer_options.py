@@ -117,7 +117,7 @@ def test_a_fit_in_a_thread_or_in_a_notebook_with_its_running_loop(
 
 def test_a_compiled_task_learns_the_same(tmp_path: Path, expected: list[Tensor]) -> None:
     task = make_task()
-    compiled: Any = torch.compile(task, backend="aot_eager")  # all of the compiler but a C++ compiler's minute
+    compiled: Any = torch.compile(task, backend="eager")  # its tracing is what may fail
     trainer = make_trainer(tmp_path, max_epochs=2)
     trainer.fit(compiled, loader(TRAIN), loader(TEST))
     for found, same in zip(trained(task, tmp_path / "rows"), expected, strict=True):
@@ -160,7 +160,8 @@ def test_a_batch_beyond_the_data_and_a_short_last_one_are_batches(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, batch_size: int, steps: int
 ) -> None:
     path = str(tmp_path_factory.getbasetemp() / "limits")
-    data = SyntheticDataModule(path=path, rows=300, scale=0.0001, batch_size=batch_size, val_fraction=0, test_fraction=0)
+    shares = {"val_fraction": 0.0, "test_fraction": 0.0}
+    data = SyntheticDataModule(path=path, rows=300, scale=0.0001, batch_size=batch_size, **shares)  # type: ignore[arg-type]
     sizes: list[int] = []
 
     class Counting(DeepFM):
@@ -220,9 +221,7 @@ def test_the_batch_size_finder_puts_the_rows_back(tmp_path: Path, tmp_path_facto
         ),
     ],
 )
-def test_what_lightning_words_for_the_user_is_the_users(
-    tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
+def test_what_lightning_words_for_the_user_is_the_users(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, RuntimeError, MisconfigurationException), match=re.escape(message)) as raised:
         make_trainer(tmp_path, **settings).fit(make_task(), loader(TRAIN), loader(TEST))
     assert users_mistake(raised.value) is raised.value
