@@ -41,7 +41,7 @@ class _Process(ForkServerProcess):
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
         with _main_is_no_file():
-            return ForkServerProcess._Popen(process_obj)  # type: ignore[attr-defined]
+            return ForkServerProcess._Popen(process_obj)
 
 
 class _WithoutMain(ForkServerContext):
@@ -52,7 +52,7 @@ class _WithoutMain(ForkServerContext):
 def _main_is_no_file() -> Iterator[None]:
     """A child runs the main program again where that has a file or a name; in a notebook it has neither."""
     main = vars(sys.modules["__main__"])
-    kept = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+    kept: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
     main.pop("__file__", None)
     main["__spec__"] = None
     try:

@@ -109,8 +109,8 @@ class HetCLI(LightningCLI):
             )
 
     def _newest_checkpoint(self, keyword: str, settings: Namespace) -> str | None:
-        classes = [settings[part].class_path.rpartition(".")[2] for part in ("model", "data")]
-        name = run_name(*classes, "fit")
+        model, data = (settings[part].class_path.rpartition(".")[2] for part in ("model", "data"))
+        name = run_name(model, data, "fit")
         root = Path(settings.trainer.default_root_dir or "runs")
         given = (settings[part].dirpath for part in ("checkpoint", "best_checkpoint"))
         path = newest_checkpoint(keyword, root, name, [folder for folder in given if folder])
@@ -121,7 +121,7 @@ class HetCLI(LightningCLI):
             rank_zero_info(f"ckpt_path={keyword}: {looked}, so training starts afresh")
         else:
             raise UserError(f"ckpt_path={keyword}: {looked}; name a checkpoint file")
-        return path and str(path)
+        return None if path is None else str(path)
 
     def after_instantiate_classes(self) -> None:
         settings = self.config_init[self.subcommand]

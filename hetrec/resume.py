@@ -110,7 +110,8 @@ def why_nothing_was_trained(trainer: Trainer) -> str:
     """Which limit a fit that made no step had reached before it began."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # a connector of the trainer sets it
     timers = [callback for callback in callbacks if isinstance(callback, Timer)]
-    epochs, steps = trainer.fit_loop.epoch_progress.current.processed, trainer.global_step
+    epochs: int = trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # declared too widely
+    steps = trainer.global_step
     if 0 <= trainer.max_steps <= steps:
         limit = f"trainer.max_steps={trainer.max_steps} is reached: steps so far {steps}"
     elif trainer.max_epochs is not None and 0 <= trainer.max_epochs <= epochs:

@@ -182,17 +182,23 @@ class HetTask(LightningModule):
         self._resumed = None
         self.embeddings.close()
 
+    @property
+    def dense_dtype(self) -> torch.dtype:
+        """Of the dense parameters, and so of what they meet; rows stay float32 in cache and store."""
+        assert isinstance(self.dtype, torch.dtype)
+        return self.dtype
+
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         # Keys stay where the cache is, in host memory; and as they are: rows fetched ahead for a batch are found by the
         # identity of its KeyedJaggedTensor.
-        dense, labels = batch.dense_features.to(device, self.dtype), batch.labels.to(device)
+        dense, labels = batch.dense_features.to(device, self.dense_dtype), batch.labels.to(device)
         if labels.is_floating_point():
-            labels = labels.to(self.dtype)
+            labels = labels.to(self.dense_dtype)
         return replace(batch, dense_features=dense, labels=labels)
 
     def on_device(self, rows: Tensor) -> Tensor:
         """Looked-up rows, where the dense parameters are; what a gradient scaler does to parameters is done to them."""
-        rows = rows.to(self.device, self.dtype)
+        rows = rows.to(self.device, self.dense_dtype)
         scaler = self._gradient_scaler()
         if scaler is not None and rows.requires_grad:
             rows.register_hook(partial(self._unscale_rows, scaler.get_scale()))
