@@ -282,7 +282,9 @@ def test_without_a_file_handle_left_the_program_says_so(
     words = [*WORDS, "trainer.logger=false", "trainer.enable_checkpointing=false"]
     assert main(REPOSITORY / "configs", words) == 0
     kept = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, kept[1]))
+    lowest = os.dup(0)  # the number that the next file would get
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, kept[1]))
     try:
         code = main(REPOSITORY / "configs", words)
     finally:
