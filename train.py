@@ -12,6 +12,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from hetrec.cli import main
 
+# A class of the user's own (a callback, a model) that a configuration names may lie in the folder that train.py is
+# called from, as with python -m.
+sys.path.append("")
+
 CONFIGS = Path(__file__).resolve().parent / "configs"
 
 if __name__ == "__main__":

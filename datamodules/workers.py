@@ -67,7 +67,7 @@ class Workers(Generic[T]):
             num_workers=processes,
             collate_fn=_as_it_is,
             persistent_workers=True,
-            multiprocessing_context=process_context(),
+            multiprocessing_context=process_context(reader),
         )
 
     def read(self, requests: list[Request]) -> Iterator[T]:

@@ -82,10 +82,20 @@ class EmbeddingCheckpointIO(CheckpointIO):
 
         Raises:
             FileNotFoundError: the ``.ckpt`` or its snapshot is absent.
-            ValueError: the ``.ckpt`` names no snapshot, or the snapshot is not the one it was saved with.
+            ValueError: the ``.ckpt`` cannot be read or names no snapshot, or the snapshot is not the one it was saved
+                with.
         """
-        checkpoint = self.dense.load_checkpoint(path, *args, **kwargs)
-        entry = checkpoint.get(SNAPSHOT)
+        try:
+            checkpoint = self.dense.load_checkpoint(path, *args, **kwargs)
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # of what torch.load throws at a file that is none of its own, no list is complete
+            why, _, _ = str(error).strip().partition(". ")
+            raise ValueError(
+                f"cannot read checkpoint {path}: it is cut short, damaged or of another program "
+                f"({type(error).__name__}{why and f': {why}'}); use another one, or start afresh without ckpt_path"
+            ) from error
+        entry = checkpoint.get(SNAPSHOT) if isinstance(checkpoint, dict) else None
         if entry is None:
             raise ValueError(f"{path} names no embedding snapshot: it was not saved by a hetrec task")
         snapshot = Path(os.path.realpath(path)).parent / entry["path"]

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import set_parsing_settings
+from jsonargparse import Namespace, set_parsing_settings
 from pytorch_lightning import Callback, LightningDataModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
 from pytorch_lightning.cli import (
@@ -45,6 +45,7 @@ from hetrec.ranks import (
     started_by_first_rank,
     tell_error,
 )
+from hetrec.resume import KEYWORDS, newest_checkpoint, run_name
 from hetrec.task import HetTask
 
 __all__ = ["HetCLI", "main"]
@@ -97,11 +98,30 @@ class HetCLI(LightningCLI):
 
         Lightning's own merges hyper-parameters saved in the checkpoint over the command line.
         """
-        path = self.config[self.config.subcommand].get("ckpt_path")
-        if path is not None and not Path(path).is_file():
+        settings = self.config[self.config.subcommand]
+        path = settings.get("ckpt_path")
+        if path in KEYWORDS:
+            settings.ckpt_path = self._newest_checkpoint(path, settings)
+        elif path is not None and not Path(path).is_file():
             raise UserError(
-                f"no checkpoint file at {path!r}; a run's checkpoints are in its folder: RUN/checkpoints/*.ckpt"
+                f"no checkpoint file at {path!r}; a run's checkpoints are in its folder: RUN/checkpoints/*.ckpt, and "
+                f"ckpt_path=last (or best) is that of the newest run"
             )
+
+    def _newest_checkpoint(self, keyword: str, settings: Namespace) -> str | None:
+        model, data = (settings[part].class_path.rpartition(".")[2] for part in ("model", "data"))
+        name = run_name(model, data, "fit")
+        root = Path(settings.trainer.default_root_dir or "runs")
+        given = (settings[part].dirpath for part in ("checkpoint", "best_checkpoint"))
+        path = newest_checkpoint(keyword, root, name, [folder for folder in given if folder])
+        looked = f"no earlier run {root / name}-* has left {KEYWORDS[keyword]}"
+        if path is not None:
+            rank_zero_info(f"ckpt_path={keyword}: {path}")
+        elif self.config.subcommand == "fit":  # so that a script can say it before the first run, as in Lightning
+            rank_zero_info(f"ckpt_path={keyword}: {looked}, so training starts afresh")
+        else:
+            raise UserError(f"ckpt_path={keyword}: {looked}; name a checkpoint file")
+        return None if path is None else str(path)
 
     def after_instantiate_classes(self) -> None:
         settings = self.config_init[self.subcommand]
@@ -140,6 +160,9 @@ class HetCLI(LightningCLI):
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         callbacks = [*(config["callbacks"] or []), *callbacks]
+        if config["barebones"]:  # Lightning refuses it beside what configs/default.yaml and this class ask for
+            off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+            config.update(off, log_every_n_steps=0)
         if config["enable_checkpointing"] is False:
             callbacks = [c for c in callbacks if not isinstance(c, Checkpoint)]
         if config["enable_progress_bar"] is False:
@@ -160,8 +183,8 @@ class HetCLI(LightningCLI):
         return trainer
 
     def _run_name(self) -> str:
-        names = [type(part).__name__.removesuffix("DataModule").lower() for part in (self.model, self.datamodule)]
-        return "-".join([*names, str(self.subcommand), time.strftime("%Y%m%d-%H%M%S")])
+        name = run_name(type(self.model).__name__, type(self.datamodule).__name__, str(self.subcommand))
+        return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     def after_fit(self) -> None:
         """Where there is a test split, ``fit`` ends by testing the model as training left it."""
@@ -236,7 +259,12 @@ def _new_folder(path: Path) -> Path:
         try:
             candidate.mkdir(parents=True)
             return candidate
-        except FileExistsError:
+        except OSError as error:
+            if not candidate.is_dir():
+                raise UserError(
+                    f"cannot make the folder of this run, {candidate}: {error.strerror}; name a folder that can be "
+                    "written to with trainer.default_root_dir"
+                ) from error
             number += 1
             candidate = path.with_name(f"{path.name}-{number}")
 

@@ -196,6 +196,7 @@ class HetCollection(nn.Module):
         """Where the rows are."""
         return self.stream.store, self._stored_tables
 
+    @torch.compiler.disable  # threads, a store, and state that lives on: nothing to compile
     def begin(self, features: KeyedJaggedTensor, upcoming: Sequence[KeyedJaggedTensor] = ()) -> None:
         """Start a training step: bring this batch's rows in, then plan the next batches and launch their exchanges.
 
@@ -213,6 +214,7 @@ class HetCollection(nn.Module):
         step before, which is still to come."""
         self.stream.prefetch(features)
 
+    @torch.compiler.disable
     def lookup(self, features: KeyedJaggedTensor) -> list[Tensor]:
         """A batch's rows, group by group (tables of equal width), as ``forward`` takes them: pooled, float32 (B,
         features * dim), or one by one, float32 (values of the group's features, dim).

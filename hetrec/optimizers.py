@@ -67,7 +67,17 @@ def apply_overrides(
     Args:
         then: ``configured`` of the run that wrote the checkpoint.
         now: ``configured`` of this run.
+
+    Raises:
+        ValueError: the checkpoint's optimizer was one of another kind, whose state means nothing to this one.
     """
+    if then[0].keys() != now[0].keys():
+        theirs, ours = ([k for k in a if k not in b] for a, b in ((then[0], now[0]), (now[0], then[0])))
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot go on from the state of another optimizer: the checkpoint's has the "
+            f"settings {', '.join(theirs) or 'none'}, and this one {', '.join(ours) or 'none'}, which the other lacks. "
+            "Use the optimizer of the run that saved it"
+        )
     for index, (group, old, new) in enumerate(zip(optimizer.param_groups, then, now, strict=True)):
         group.update({k: v for k, v in new.items() if k != "lr" and old.get(k) != v})
         if old["lr"] == new["lr"]:

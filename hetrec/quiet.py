@@ -17,6 +17,10 @@ _WARNINGS = (
     # Lightning: batches come from a reader thread or from the data module's own workers; more workers are no remedy.
     r"The '\w+_dataloader' does not have many workers",
     r"Your `IterableDataset` has `__len__` defined",
+    # Lightning: it cannot see that the data module does not shuffle under overfit_batches.
+    r"You requested to overfit but enabled \w+ dataloader shuffling",
+    # jsonargparse: the default device of a callback (StochasticWeightAveraging) is not written to config.yaml.
+    r"\s*Unable to serialize instance (cpu|cuda)",
     # Lightning: a run of fewer steps than that is told by its summary.
     r"The number of training batches \(\d+\) is smaller than the logging interval",
     # Lightning: without a validation split there is no best epoch to keep. The last one is kept all the same.

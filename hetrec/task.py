@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import StochasticWeightAveraging, WeightAveraging
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
@@ -23,6 +25,7 @@ from hetrec.collection import HetCollection
 from hetrec.data import Batch, FeatureSpec
 from hetrec.metrics import Evaluation, TrainingMeter
 from hetrec.optimizers import add_embedding_group, apply_overrides, configured, embedding_group
+from hetrec.resume import TASK, check_fits, rest_is_to_come, why_nothing_was_trained
 
 __all__ = ["HetTask"]
 
@@ -64,9 +67,12 @@ class HetTask(LightningModule):
         self.test_metrics = evaluation()
         self.training_figures: dict[str, float] = {}  # of the last fit, once it has ended
         self.training_lags: list[int] = []  # of the last fit, over all ranks: see CacheStats.lags
+        #: Set, it is the learning rate of dense parameters and rows in place of their own: Lightning's finder sets it.
+        self.lr: float | None = None
         self._meter: TrainingMeter | None = None
         self._configured: list[dict[str, Any]] = []
         self._resumed: list[dict[str, Any]] | None = None
+        self._first_step = 0  # of the running fit
         self._step_due = False
         self._stepped = False
         self._rows_overflow = torch.tensor(False)
@@ -82,6 +88,15 @@ class HetTask(LightningModule):
     def evaluate(self, batch: Batch, metrics: Any) -> None:
         """Measure a batch: update what ``evaluation`` made."""
         raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HetTask:
+        """A task with dense parameters of its own, and the same store: what averages weights copies the task, and
+        the rows are shared."""
+        memo[id(self._store)] = self._store
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(deepcopy(self.__getstate__(), memo))
+        return copied
 
     # What to train with: called before the trainer runs.
 
@@ -118,6 +133,9 @@ class HetTask(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = self._make_optimizer(self.parameters())
         add_embedding_group(optimizer, self._row_optimizer.lr, self._step_rows)
+        if self.lr is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr
         self._configured = configured(optimizer)
         if self._make_scheduler is None:
             return optimizer
@@ -164,14 +182,23 @@ class HetTask(LightningModule):
         self._resumed = None
         self.embeddings.close()
 
+    @property
+    def dense_dtype(self) -> torch.dtype:
+        """Of the dense parameters, and so of what they meet; rows stay float32 in cache and store."""
+        assert isinstance(self.dtype, torch.dtype)
+        return self.dtype
+
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         # Keys stay where the cache is, in host memory; and as they are: rows fetched ahead for a batch are found by the
         # identity of its KeyedJaggedTensor.
-        return replace(batch, dense_features=batch.dense_features.to(device), labels=batch.labels.to(device))
+        dense, labels = batch.dense_features.to(device, self.dense_dtype), batch.labels.to(device)
+        if labels.is_floating_point():
+            labels = labels.to(self.dense_dtype)
+        return replace(batch, dense_features=dense, labels=labels)
 
     def on_device(self, rows: Tensor) -> Tensor:
         """Looked-up rows, where the dense parameters are; what a gradient scaler does to parameters is done to them."""
-        rows = rows.to(self.device)
+        rows = rows.to(self.device, self.dense_dtype)
         scaler = self._gradient_scaler()
         if scaler is not None and rows.requires_grad:
             rows.register_hook(partial(self._unscale_rows, scaler.get_scale()))
@@ -199,7 +226,12 @@ class HetTask(LightningModule):
 
     # Training.
 
+    #: torch.compile(task) compiles training_step; tracing what Lightning does here fails.
+    log = torch.compiler.disable(LightningModule.log)
+
     def on_fit_start(self) -> None:
+        if self._resumed is None:
+            self._first_step = self.trainer.global_step
         if len(self.trainer.optimizers) != 1 or embedding_group(self.trainer.optimizers[0]) is None:
             raise ValueError(
                 "the embedding rows are stepped by one optimizer with a group of their own, and "
@@ -212,14 +244,24 @@ class HetTask(LightningModule):
                 f"cache.prefetch_depth is {self._cache.prefetch_depth}, but only data.lookahead={known} coming batches "
                 f"are known: set data.lookahead={self._cache.prefetch_depth}"
             )
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+                rank_zero_info(
+                    f"{type(callback).__name__} averages the dense parameters; the embedding rows are not averaged, "
+                    "and are always those of the latest step"
+                )
         if self.trainer.gradient_clip_val:
             rank_zero_info(
                 "gradient_clip_val clips the dense parameters only; embedding.max_gradient (by value) and "
                 "embedding.max_gradient_norm (by the norm of each row) clip the embedding rows"
             )
 
+    def on_fit_end(self) -> None:
+        if self.trainer.global_step == self._first_step:
+            rank_zero_warn(why_nothing_was_trained(self.trainer))
+
     def on_train_start(self) -> None:
-        if self._resumed is not None:
+        if self._resumed and self._configured:  # empty where a subclass configures its optimizer by itself
             schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
             apply_overrides(self.trainer.optimizers[0], schedulers, then=self._resumed, now=self._configured)
         self._meter = TrainingMeter(self.embeddings.stats, self._sum_over_ranks)
@@ -244,7 +286,7 @@ class HetTask(LightningModule):
             if not self._stepped:  # the gradient scaler found an infinite gradient and skipped the step
                 self.embeddings.discard()
             log_every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by Lightning's logger half
-            if self.trainer.global_step % log_every == 0:
+            if log_every and self.trainer.global_step % log_every == 0:
                 self.log_dict(self._meter.window(), batch_size=batch.batch_size)
         self._step_due = self._stepped = False
 
@@ -311,6 +353,8 @@ class HetTask(LightningModule):
             self.embeddings.flush()
         self.trainer.strategy.barrier("every rank has flushed")
         checkpoint[CONFIGURED] = self._configured
+        checkpoint[TASK] = type(self).__name__
+        rest_is_to_come(checkpoint, self.trainer.num_training_batches)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         snapshot = checkpoint.get(RESTORE_FROM)
@@ -319,11 +363,14 @@ class HetTask(LightningModule):
                 "this checkpoint holds the dense parameters only; its embeddings lie in a snapshot beside it, which a "
                 "trainer restores: call trainer.fit, validate, test or predict with ckpt_path=..."
             )
+        tasks = [each.__name__ for each in type(self).__mro__]
+        check_fits(checkpoint, Path(snapshot), tasks, self.state_dict(), self.embeddings.table_names())
         if self.trainer.is_global_zero:
             self._store.restore(Path(snapshot))
         self.trainer.strategy.barrier("the embeddings are restored")
         self.embeddings.reset()
         self._resumed = checkpoint[CONFIGURED]
+        self._first_step = checkpoint["global_step"]
 
 
 class _FlushWhenInterrupted(Callback):
