@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -17,16 +18,22 @@ from datamodules.progress import say
 __all__ = ["MANIFEST", "exclusive", "make_once", "publish", "read_manifest", "write_json"]
 
 MANIFEST = "_manifest.json"
+#: What the system says where there is no room: on the disk, in a quota, for a file of that size.
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a file that is either whole or as it was before."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with open(temporary, "w") as file:
+            json.dump(content, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -56,7 +63,7 @@ def exclusive(final: Path, option: str) -> Iterator[None]:
     """Holds the right to make ``final``; other processes of this machine wait. A killed holder loses it.
 
     Raises:
-        DataError: the folder beside it cannot be written; ``option`` is what to set instead.
+        DataError: the folder beside it cannot be written, or the disk is full; ``option`` is what to set instead.
     """
     lock = final.with_name(f".{final.name}.lock")
     try:
@@ -72,7 +79,15 @@ def exclusive(final: Path, option: str) -> Iterator[None]:
         except BlockingIOError:
             say(f"waiting for another process that is writing {final}")
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            raise DataError(
+                f"cannot write {str(final)!r}: {os.strerror(error.errno)}. Make room, or set {option} to a folder on "
+                f"another disk; then run again"
+            ) from error
 
 
 def make_once(
@@ -103,7 +118,11 @@ def make_once(
             raise DataError(f"{folder} holds files that were not made here; set {option} to an empty or new folder")
         work = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
-        manifest = {"parameters": parameters, **write(work)}
-        publish(work, folder, manifest)
+        try:
+            work.mkdir()
+            manifest = {"parameters": parameters, **write(work)}
+            publish(work, folder, manifest)
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)  # nothing of it is used again
+            raise
     return manifest
