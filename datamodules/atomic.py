@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -14,12 +13,11 @@ from typing import Any
 
 from datamodules.errors import DataError
 from datamodules.progress import say
+from hetrec.disk import room_for
 
 __all__ = ["MANIFEST", "exclusive", "make_once", "publish", "read_manifest", "write_json"]
 
 MANIFEST = "_manifest.json"
-#: What the system says where there is no room: on the disk, in a quota, for a file of that size.
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -63,7 +61,8 @@ def exclusive(final: Path, option: str) -> Iterator[None]:
     """Holds the right to make ``final``; other processes of this machine wait. A killed holder loses it.
 
     Raises:
-        DataError: the folder beside it cannot be written, or the disk is full; ``option`` is what to set instead.
+        DataError: the folder beside it cannot be written; ``option`` is what to set instead.
+        OSError: the disk is full, with a message for the user.
     """
     lock = final.with_name(f".{final.name}.lock")
     try:
@@ -79,15 +78,8 @@ def exclusive(final: Path, option: str) -> Iterator[None]:
         except BlockingIOError:
             say(f"waiting for another process that is writing {final}")
             fcntl.flock(file, fcntl.LOCK_EX)
-        try:
+        with room_for(final, f"make room, or set {option} to a folder on another disk; then run again"):
             yield
-        except OSError as error:
-            if error.errno not in DISK_FULL:
-                raise
-            raise DataError(
-                f"cannot write {str(final)!r}: {os.strerror(error.errno)}. Make room, or set {option} to a folder on "
-                f"another disk; then run again"
-            ) from error
 
 
 def make_once(

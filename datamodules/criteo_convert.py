@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -184,9 +185,9 @@ def _run(parts: list[_Part], processes: int, description: str) -> None:
 
 def _run_in_processes(parts: list[_Part], processes: int, progress: Callable[[int], None]) -> None:
     context = process_context()
-    read = context.Value("q", 0)
+    read, stop = context.Value("q", 0), context.Event()
     told = 0
-    with ProcessPoolExecutor(min(processes, len(parts)), context, _start_worker, (read,)) as pool:
+    with ProcessPoolExecutor(min(processes, len(parts)), context, _start_worker, (read, stop)) as pool:
         pending = {pool.submit(_convert_in_worker, part) for part in parts}
         try:
             while pending:
@@ -197,16 +198,22 @@ def _run_in_processes(parts: list[_Part], processes: int, progress: Callable[[in
                 for future in finished:
                     future.result()
         except BaseException:
+            stop.set()  # a part may be a compressed file of many gigabytes
             pool.shutdown(wait=True, cancel_futures=True)
             raise
 
 
 _bytes_read: Synchronized[int] | None = None
+_stop: Event | None = None
 
 
-def _start_worker(counter: Synchronized[int]) -> None:
-    global _bytes_read
-    _bytes_read = counter
+class _Stopped(Exception):
+    """The parent wants no more."""
+
+
+def _start_worker(counter: Synchronized[int], stop: Event) -> None:
+    global _bytes_read, _stop
+    _bytes_read, _stop = counter, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -222,6 +229,9 @@ def _start_worker(counter: Synchronized[int]) -> None:
 def _convert_in_worker(part: _Part) -> None:
     def count(number: int) -> None:
         assert _bytes_read is not None
+        assert _stop is not None
+        if _stop.is_set():
+            raise _Stopped
         with _bytes_read.get_lock():
             _bytes_read.value += number
 

@@ -51,7 +51,7 @@ class TextLayout:
 
 @contextmanager
 def open_text(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """A file as it is, and its text: decompressed where it is a gzip file (of any number of members), whatever its name."""
+    """A file as it is, and its text: decompressed where it is a gzip file, of any number of members and any name."""
     with open(path, "rb") as raw:
         compressed = raw.read(len(_GZIP)) == _GZIP
         raw.seek(0)

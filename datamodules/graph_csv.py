@@ -74,7 +74,9 @@ def integers(column: pa.Array, name: str, path: Path) -> npt.NDArray[np.int64]:
         DataError: it holds something else.
     """
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        wrong = next((v for v in column.to_pylist() if v is not None and not v.strip().removeprefix("-").isdigit()), None)
+        wrong = next(
+            (v for v in column.to_pylist() if v is not None and not v.strip().removeprefix("-").isdigit()), None
+        )
         if wrong is not None:
             raise DataError(
                 f"{path}: column {name!r} holds no integers: {wrong!r}; nodes are numbered from 0: give every name a "

@@ -126,8 +126,8 @@ def _chosen(mask: Tensor, nodes: int, name: str, path: Path) -> npt.NDArray[np.b
         return np.asarray(mask.bool().numpy())
     if mask.dim() != 1 or mask.dtype == torch.bool or mask.is_floating_point():
         raise DataError(
-            f"{path}: {name} has the shape {tuple(mask.shape)} and the type {mask.dtype}; expected ({nodes},) booleans, "
-            f"or the numbers of the nodes"
+            f"{path}: {name} has the shape {tuple(mask.shape)} and the type {mask.dtype}; expected ({nodes},) "
+            f"booleans, or the numbers of the nodes"
         )
     members = mask.long().numpy()
     if len(members) and not 0 <= members.min() <= members.max() < nodes:

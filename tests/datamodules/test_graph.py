@@ -149,8 +149,8 @@ def test_what_is_missing_is_said_with_what_it_should_look_like(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("edges", "target", "message"),
     [
-        ("a,b\n0,1\n", TARGET, "edges.csv has no column id_1, id_2; it has: a, b"),
-        (EDGES, "id,label\n0,1\n", "target.csv has no column target; it has: id, label"),
+        ("a,b\n0,1\n", TARGET, "edges.csv has no column id_1, id_2; it has: 'a', 'b'"),
+        (EDGES, "id,label\n0,1\n", "target.csv has no column target; it has: 'id', 'label'"),
         ("id_1,id_2\n0,x\n", TARGET, "column 'id_2' holds no integers"),
         ("id_1,id_2\n0,\n2,1\n", TARGET, "column 'id_2' has 1 missing values"),
         ("id_1,id_2\n0,-4\n", TARGET, "edges.csv names node -4; nodes are numbered from 0"),
@@ -158,7 +158,7 @@ def test_what_is_missing_is_said_with_what_it_should_look_like(tmp_path: Path) -
         (EDGES, "id,target\n0,1\n3,1\n0,2\n", "target.csv names node 0 more than once"),
         (EDGES, "id,target\n0,1.5\n", "column 'target' holds no classes"),
         (EDGES, "id,target\n-1,1\n", "target.csv names node -1"),
-        (EDGES, "", "target.csv cannot be read"),
+        (EDGES, "", r"target.csv is empty; expected a line with the columns id, target"),
     ],
 )
 def test_files_that_cannot_be_a_graph(tmp_path: Path, edges: str, target: str, message: str) -> None:
