@@ -240,15 +240,22 @@ def _convert_in_worker(part: _Part) -> None:
 
 def _convert_part(part: _Part, progress: Callable[[int], None]) -> None:
     """Writes one part: its sketch first, then its rows; the rows' file is the sign that both are whole."""
-    source, target, layout = Path(part.source), Path(part.target), part.layout
+    target = Path(part.target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    with _cleared_on_error(temporary):
+        sketch = _write_rows(part, temporary, progress)
+        hashes = io.BytesIO()
+        np.save(hashes, sketch.hashes())  # to a file, a full disk would be an error without a reason
+        part.sketch.write_bytes(hashes.getvalue())
+        temporary.replace(target)
+
+
+def _write_rows(part: _Part, target: Path, progress: Callable[[int], None]) -> _Sketch:
+    source, layout = Path(part.source), part.layout
     sketch = _Sketch()
     lines_read = 0
     waiting: list[pa.RecordBatch] = []
-    with (
-        _cleared_on_error(temporary),
-        pq.ParquetWriter(temporary, schema(layout.labelled), compression="zstd") as writer,
-    ):
+    with pq.ParquetWriter(target, schema(layout.labelled), compression="zstd") as writer:
         try:
             for block in read_blocks(source, part.start, part.stop, layout.begin, progress):
                 batch = parse_block(block, layout.labelled)
@@ -265,12 +272,9 @@ def _convert_part(part: _Part, progress: Callable[[int], None]) -> None:
             raise DataError(f"{source}, line {line}: {error}") from None
         if any(b.num_rows for b in waiting):
             writer.write_table(pa.Table.from_batches(waiting), row_group_size=ROW_GROUP)
-    with open(temporary, "rb+") as file:
+    with open(target, "rb+") as file:
         os.fsync(file.fileno())
-    hashes = io.BytesIO()
-    np.save(hashes, sketch.hashes())  # to a file, a full disk would be an error without a reason
-    part.sketch.write_bytes(hashes.getvalue())
-    temporary.replace(target)
+    return sketch
 
 
 @contextlib.contextmanager

@@ -66,9 +66,9 @@ class PredictionWriter(BasePredictionWriter):
         rank_zero_info(f"predictions are in {self._path.with_name(name)}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._writer is not None:
-            with suppress(OSError):  # the disk may be full
-                self._close()
+        with suppress(OSError):  # the disk may be full
+            self._close()
+        if self._path.name:  # it has begun
             self._unfinished.unlink(missing_ok=True)
 
     @property

@@ -43,7 +43,7 @@ def damaged(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :]
 
 
-@pytest.mark.parametrize("part_bytes", [1000, 10**8])
+@pytest.mark.parametrize("part_bytes", [12_000, 10**8])
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -175,14 +175,14 @@ def test_links_are_followed(tmp_path: Path) -> None:
 
 def test_many_tiny_files_make_one_data_set(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
-    for i, row in enumerate(ROWS):
+    for i, row in enumerate(ROWS[:60]):
         (tmp_path / "tiny" / f"part_{i}").write_bytes(text([row]))
     data = CriteoDataModule(str(tmp_path / "tiny"), cache_dir=str(tmp_path / "cache"), val_fraction=0, test_fraction=0)
     data.prepare_data()
     data.setup("fit")
-    assert sum(batch.batch_size for batch in data.train_dataloader()) == len(ROWS)
+    assert sum(batch.batch_size for batch in data.train_dataloader()) == 60
     data.teardown()
-    assert rows_of(data._copy_folder(tmp_path / "tiny")) == [criteo_row(row) for row in ROWS]
+    assert rows_of(data._copy_folder(tmp_path / "tiny")) == [criteo_row(row) for row in ROWS[:60]]
 
 
 def test_a_full_disk_is_named_and_what_is_done_is_used_again(tmp_path: Path, small_disk: Callable[[int], Path]) -> None:
