@@ -88,7 +88,7 @@ def test_nodes_without_a_class(tmp_path: Path, target: str, labels: list[int]) -
         (EDGES.replace("\n", "\r\n"), TARGET.replace("\n", "\r\n")),
         (EDGES.removesuffix("\n"), TARGET.removesuffix("\n")),
         (EDGES + "\n", TARGET + "\n\n"),
-        (EDGES.replace("0,", "0.0,").replace("1,", "1.0,"), TARGET.replace("\n4", "\n4.0")),
+        ("id_1,id_2\n0.0,1\n1.0,2\n5.0,1\n", "id,target\n0.0,1.0\n1.0,0.0\n2.0,2.0\n4.0,1.0\n"),
         ('"id_1","id_2"\n"0","1"\n"1","2"\n"5","1"\n', TARGET),
     ],
     ids=["byte order mark", "crlf", "no line end", "blank lines", "floats", "quotes"],
