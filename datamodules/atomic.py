@@ -13,7 +13,6 @@ from typing import Any
 
 from datamodules.errors import DataError
 from datamodules.progress import say
-from hetrec.disk import room_for
 
 __all__ = ["MANIFEST", "exclusive", "make_once", "publish", "read_manifest", "write_json"]
 
@@ -64,6 +63,8 @@ def exclusive(final: Path, option: str) -> Iterator[None]:
         DataError: the folder beside it cannot be written; ``option`` is what to set instead.
         OSError: the disk is full, with a message for the user.
     """
+    from hetrec.disk import room_for  # here: processes that convert import this module, and need no torch
+
     lock = final.with_name(f".{final.name}.lock")
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
