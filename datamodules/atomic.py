@@ -22,11 +22,15 @@ MANIFEST = "_manifest.json"
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a file that is either whole or as it was before."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with open(temporary, "w") as file:
+            json.dump(content, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -57,7 +61,10 @@ def exclusive(final: Path, option: str) -> Iterator[None]:
 
     Raises:
         DataError: the folder beside it cannot be written; ``option`` is what to set instead.
+        OSError: the disk is full, with a message for the user.
     """
+    from hetrec.disk import room_for  # here: processes that convert import this module, and need no torch
+
     lock = final.with_name(f".{final.name}.lock")
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +79,8 @@ def exclusive(final: Path, option: str) -> Iterator[None]:
         except BlockingIOError:
             say(f"waiting for another process that is writing {final}")
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        with room_for(final, f"make room, or set {option} to a folder on another disk; then run again"):
+            yield
 
 
 def make_once(
@@ -103,7 +111,11 @@ def make_once(
             raise DataError(f"{folder} holds files that were not made here; set {option} to an empty or new folder")
         work = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
-        manifest = {"parameters": parameters, **write(work)}
-        publish(work, folder, manifest)
+        try:
+            work.mkdir()
+            manifest = {"parameters": parameters, **write(work)}
+            publish(work, folder, manifest)
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)  # nothing of it is used again
+            raise
     return manifest

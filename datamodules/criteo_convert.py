@@ -8,6 +8,7 @@ gets its real name last.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ import pyarrow.parquet as pq
 
 from datamodules.atomic import exclusive, publish, read_manifest, write_json
 from datamodules.criteo_layout import CATEGORICAL
-from datamodules.criteo_tsv import RowError, has_label, open_text, parse_block, read_blocks, schema
+from datamodules.criteo_sniff import LONGEST_ROW, TextLayout, open_text, sniff
+from datamodules.criteo_tsv import RowError, parse_block, read_blocks, schema
 from datamodules.errors import DataError
 from datamodules.keys import mix64
 from datamodules.processes import process_context
@@ -52,7 +55,7 @@ class _Part:
     source: str
     start: int
     stop: int | None
-    labelled: bool
+    layout: TextLayout
     target: str
 
     @property
@@ -79,9 +82,9 @@ def convert(
         DataError: a source is malformed (the message has its name and the line), sources with and without labels are
             mixed, or ``final`` cannot be written.
     """
-    labelled = {source: has_label(source) for source in sources}
-    if len(set(labelled.values())) > 1:
-        without = next(s for s in sources if not labelled[s])
+    layouts = [sniff(source) for source in sources]
+    if len({layout.labelled for layout in layouts}) > 1:
+        without = next(s for s, layout in zip(sources, layouts, strict=True) if not layout.labelled)
         raise DataError(
             f"{without} has 39 columns, no label (a Criteo test file), and lies beside files that have 40; set "
             f"data.path to the labelled file, or to a folder that holds only those"
@@ -89,25 +92,26 @@ def convert(
     states = [(str(s.resolve()), s.stat()) for s in sources]
     plan = {
         "format": _FORMAT,
-        "labelled": labelled[sources[0]],
+        "labelled": layouts[0].labelled,
         "part_bytes": max(part_bytes, sum(s.st_size for _, s in states) // _MOST_PARTS),
         "sources": [{"path": p, "bytes": s.st_size, "modified_ns": s.st_mtime_ns} for p, s in states],
     }
     manifest = read_manifest(final)
     if manifest is not None and manifest.get("plan") == plan:
         return manifest  # without a lock: it may lie where nothing can be written
-    with exclusive(final, "data.cache_dir"):
+    work = final.with_name(f".{final.name}.partial")
+    with exclusive(final, "data.cache_dir"), _swept_on_mistake(work):
         manifest = read_manifest(final)
         if manifest is not None and manifest.get("plan") == plan:
             return manifest
         if manifest is None and final.exists():
             raise DataError(f"{final} exists and was not made by this conversion; move it, or set data.cache_dir")
-        work = final.with_name(f".{final.name}.partial")
         _resume_or_clear(work, plan)
-        parts = _parts(plan, work)
+        parts = _parts(plan, layouts, work)
         processes = processes or len(os.sched_getaffinity(0))
         small = sum(s.st_size for _, s in states) < part_bytes  # processes would cost more than they save
         _run(parts, 1 if small else processes, f"converting {sources[0].name}")
+        _check_unchanged(plan)
         manifest = {
             "plan": plan,
             "labelled": plan["labelled"],
@@ -118,6 +122,27 @@ def convert(
             extra.unlink()
         publish(work, final, manifest)
     return manifest
+
+
+@contextlib.contextmanager
+def _swept_on_mistake(work: Path) -> Iterator[None]:
+    """Where a source must change, nothing that was made of the sources is used again."""
+    try:
+        yield
+    except DataError:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def _check_unchanged(plan: dict[str, Any]) -> None:
+    for source in plan["sources"]:
+        try:
+            state = os.stat(source["path"])
+            same = (state.st_size, state.st_mtime_ns) == (source["bytes"], source["modified_ns"])
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise DataError(f"{source['path']} changed while it was converted; run again once it is complete")
 
 
 def _resume_or_clear(work: Path, plan: dict[str, Any]) -> None:
@@ -131,14 +156,14 @@ def _resume_or_clear(work: Path, plan: dict[str, Any]) -> None:
         write_json(work / _PLAN, plan)
 
 
-def _parts(plan: dict[str, Any], work: Path) -> list[_Part]:
+def _parts(plan: dict[str, Any], layouts: list[TextLayout], work: Path) -> list[_Part]:
     parts: list[_Part] = []
-    for source in plan["sources"]:
-        compressed = source["path"].endswith(".gz")  # cannot be entered in the middle
-        cuts = [0] if compressed else list(range(0, max(1, source["bytes"]), plan["part_bytes"]))
-        for start, stop in zip(cuts, [*cuts[1:], None if compressed else source["bytes"]], strict=True):
+    for source, layout in zip(plan["sources"], layouts, strict=True):
+        # What is compressed cannot be entered in the middle.
+        cuts = [0] if layout.compressed else list(range(0, max(1, source["bytes"]), plan["part_bytes"]))
+        for start, stop in zip(cuts, [*cuts[1:], None if layout.compressed else source["bytes"]], strict=True):
             target = str(work / f"part-{len(parts):05d}.parquet")
-            parts.append(_Part(source["path"], start, stop, plan["labelled"], target))
+            parts.append(_Part(source["path"], start, stop, layout, target))
     return parts
 
 
@@ -160,9 +185,9 @@ def _run(parts: list[_Part], processes: int, description: str) -> None:
 
 def _run_in_processes(parts: list[_Part], processes: int, progress: Callable[[int], None]) -> None:
     context = process_context()
-    read = context.Value("q", 0)
+    read, stop = context.Value("q", 0), context.Event()
     told = 0
-    with ProcessPoolExecutor(min(processes, len(parts)), context, _start_worker, (read,)) as pool:
+    with ProcessPoolExecutor(min(processes, len(parts)), context, _start_worker, (read, stop)) as pool:
         pending = {pool.submit(_convert_in_worker, part) for part in parts}
         try:
             while pending:
@@ -173,16 +198,22 @@ def _run_in_processes(parts: list[_Part], processes: int, progress: Callable[[in
                 for future in finished:
                     future.result()
         except BaseException:
+            stop.set()  # a part may be a compressed file of many gigabytes
             pool.shutdown(wait=True, cancel_futures=True)
             raise
 
 
 _bytes_read: Synchronized[int] | None = None
+_stop: Event | None = None
 
 
-def _start_worker(counter: Synchronized[int]) -> None:
-    global _bytes_read
-    _bytes_read = counter
+class _Stopped(Exception):
+    """The parent wants no more."""
+
+
+def _start_worker(counter: Synchronized[int], stop: Event) -> None:
+    global _bytes_read, _stop
+    _bytes_read, _stop = counter, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -198,6 +229,9 @@ def _start_worker(counter: Synchronized[int]) -> None:
 def _convert_in_worker(part: _Part) -> None:
     def count(number: int) -> None:
         assert _bytes_read is not None
+        assert _stop is not None
+        if _stop.is_set():
+            raise _Stopped
         with _bytes_read.get_lock():
             _bytes_read.value += number
 
@@ -206,32 +240,41 @@ def _convert_in_worker(part: _Part) -> None:
 
 def _convert_part(part: _Part, progress: Callable[[int], None]) -> None:
     """Writes one part: its sketch first, then its rows; the rows' file is the sign that both are whole."""
-    source, target = Path(part.source), Path(part.target)
+    target = Path(part.target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    with _cleared_on_error(temporary):
+        sketch = _write_rows(part, temporary, progress)
+        hashes = io.BytesIO()
+        np.save(hashes, sketch.hashes())  # to a file, a full disk would be an error without a reason
+        part.sketch.write_bytes(hashes.getvalue())
+        temporary.replace(target)
+
+
+def _write_rows(part: _Part, target: Path, progress: Callable[[int], None]) -> _Sketch:
+    source, layout = Path(part.source), part.layout
     sketch = _Sketch()
-    rows_before = 0
+    lines_read = 0
     waiting: list[pa.RecordBatch] = []
-    with _cleared_on_error(temporary), pq.ParquetWriter(temporary, schema(part.labelled), compression="zstd") as writer:
-        for block in read_blocks(source, part.start, part.stop, progress):
-            try:
-                batch = parse_block(block, part.labelled)
-            except RowError as error:
-                line = _lines_before(source, part.start) + rows_before + error.row + 1
-                raise DataError(f"{source}, line {line}: {error}") from None
-            rows_before += batch.num_rows
-            sketch.add(batch)
-            waiting.append(batch)
-            if sum(b.num_rows for b in waiting) >= ROW_GROUP:
-                table = pa.Table.from_batches(waiting)
-                whole = table.num_rows // ROW_GROUP * ROW_GROUP
-                writer.write_table(table.slice(0, whole), row_group_size=ROW_GROUP)
-                waiting = table.slice(whole).to_batches()
+    with pq.ParquetWriter(target, schema(layout.labelled), compression="zstd") as writer:
+        try:
+            for block in read_blocks(source, part.start, part.stop, layout.begin, progress):
+                batch = parse_block(block, layout.labelled)
+                lines_read += block.count(b"\n")
+                sketch.add(batch)
+                waiting.append(batch)
+                if sum(b.num_rows for b in waiting) >= ROW_GROUP:
+                    table = pa.Table.from_batches(waiting)
+                    whole = table.num_rows // ROW_GROUP * ROW_GROUP
+                    writer.write_table(table.slice(0, whole), row_group_size=ROW_GROUP)
+                    waiting = table.slice(whole).to_batches()
+        except RowError as error:
+            line = _lines_before(part) + lines_read + error.row + 1
+            raise DataError(f"{source}, line {line}: {error}") from None
         if any(b.num_rows for b in waiting):
             writer.write_table(pa.Table.from_batches(waiting), row_group_size=ROW_GROUP)
-    with open(temporary, "rb+") as file:
+    with open(target, "rb+") as file:
         os.fsync(file.fileno())
-    np.save(part.sketch, sketch.hashes())
-    temporary.replace(target)
+    return sketch
 
 
 @contextlib.contextmanager
@@ -243,17 +286,17 @@ def _cleared_on_error(path: Path) -> Iterator[None]:
         raise
 
 
-def _lines_before(source: Path, start: int) -> int:
-    """Lines that end before the first row that begins at or behind ``start``."""
-    if start == 0:
-        return 0
-    lines, left = 0, start - 1
-    with open_text(source) as file:
+def _lines_before(part: _Part) -> int:
+    """Lines that end before the first row of a part."""
+    if part.start <= part.layout.begin:
+        return int(part.layout.header)
+    lines, left = 0, part.start - 1
+    with open_text(Path(part.source)) as (_, text):
         while left > 0:
-            chunk = file.read(min(left, 1 << 24))
+            chunk = text.read(min(left, 1 << 24))
             lines += chunk.count(b"\n")
             left -= len(chunk)
-        return lines + (1 if file.readline() else 0)
+        return lines + (1 if text.readline(LONGEST_ROW) else 0)
 
 
 class _Sketch:

@@ -5,7 +5,7 @@ A file without labels has the last 39 of these columns. A row may lack trailing 
 
 from __future__ import annotations
 
-import gzip
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,16 +18,17 @@ import pyarrow.csv as arrow_csv
 
 from datamodules.columns import parse_hexadecimal
 from datamodules.criteo_layout import CATEGORICAL, INTEGERS, LABEL, MISSING
+from datamodules.criteo_sniff import LONGEST_ROW, no_tab, open_text, shown, too_long
 from datamodules.errors import DataError
 
-__all__ = ["RowError", "has_label", "parse_block", "read_blocks", "schema"]
+__all__ = ["RowError", "parse_block", "read_blocks", "schema"]
 
 _BLOCK_BYTES = 8 << 20
-_HEAD_BYTES = 1 << 20
+_CATEGORY_DIGITS = 8  # of nearly all categories; no integer of Criteo's has as many
 
 
 class RowError(Exception):
-    """A row that cannot be read: its index within the block, and what is wrong."""
+    """A row that cannot be read: the index of its line within the block, and what is wrong."""
 
     def __init__(self, row: int, message: str) -> None:
         super().__init__(message)
@@ -42,155 +43,183 @@ def schema(labelled: bool) -> pa.Schema:
     return pa.schema(fields)
 
 
-def open_text(path: Path) -> BinaryIO:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")  # type: ignore[return-value]
+def read_blocks(
+    path: Path, start: int, stop: int | None, begin: int, progress: Callable[[int], None]
+) -> Iterator[bytes]:
+    """The rows that begin in the bytes ``start .. stop`` of a file (None: to its end), in blocks of whole lines.
 
-
-def has_label(path: Path) -> bool:
-    """Whether the rows of a file begin with a label (40 columns) or do not (39).
-
-    Where all of the first rows are short, the 14th field tells: an integer, or the first category.
+    Args:
+        begin: where the first row of the file begins.
+        progress: is told the bytes of the file (compressed ones, if it is) that were read.
 
     Raises:
-        DataError: the file is empty, or not tab-separated.
+        DataError: the file is absent or damaged.
+        RowError: a row is longer than ``LONGEST_ROW``.
     """
     try:
-        with open_text(path) as file:
-            head = file.read(_HEAD_BYTES)
-    except (OSError, EOFError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    rows = [line.split(b"\t") for line in head.splitlines()]
-    if len(head) == _HEAD_BYTES and len(rows) > 1:
-        rows.pop()  # cut off
-    if not rows:
-        raise DataError(f"{path} is empty; expected rows of 40 tab-separated columns")
-    most = max(len(row) for row in rows)
-    if most == 1:
-        raise DataError(f"{path}, line 1: {_no_tab(rows[0][0])}")
-    if most >= 40:
-        return True
-    return not any(len(row) > 13 and len(row[13]) == 8 for row in rows)
+        with open_text(path) as (raw, text):
+            at = begin
+            text.seek(begin)
+            if start > begin:
+                # A row that begins exactly at `start` is ours: so look whether the byte before ends a row.
+                text.seek(start - 1)
+                at = start - 1 + len(_line(text, b""))
+            told = start
+            while stop is None or at < stop:
+                block = text.read(_BLOCK_BYTES if stop is None else min(_BLOCK_BYTES, stop - at))
+                if not block:
+                    break
+                block += _line(text, block)
+                at += len(block)
+                now = at if text is raw else raw.tell()
+                progress(now - told)
+                told = now
+                yield block
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read to its end: {error}") from error
 
 
-def _no_tab(line: bytes) -> str:
-    commas = line.count(b",")
-    hint = f"it has {commas} commas: convert commas to tabs" if commas > 10 else "expected 40 columns separated by tabs"
-    return f"the row {_shown(line)} has no tab; {hint}"
-
-
-def _shown(field: bytes) -> str:
-    text = field.decode(errors="backslashreplace")
-    return repr(text if len(text) <= 60 else text[:57] + "...")
-
-
-def read_blocks(path: Path, start: int, stop: int | None, progress: Callable[[int], None]) -> Iterator[bytes]:
-    """The rows that begin in the bytes ``start .. stop`` of a file (None: to its end), in blocks of whole rows.
-
-    ``progress`` is told the bytes of the file (compressed ones, if it is) that were read.
-    """
-    with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
-        at = start
-        if start:
-            # A row that begins exactly at `start` is ours: so look whether the byte before ends a row.
-            file.seek(start - 1)
-            at = start - 1 + len(file.readline())
-        told = at
-        while stop is None or at < stop:
-            try:
-                block = file.read(_BLOCK_BYTES if stop is None else min(_BLOCK_BYTES, stop - at))
-                block += file.readline() if not block.endswith(b"\n") else b""
-            except (OSError, EOFError, zlib.error) as error:
-                raise DataError(f"{path} cannot be read to its end: {error}") from error
-            if not block:
-                break
-            at += len(block)
-            now = raw.tell() if path.suffix == ".gz" else at
-            progress(now - told)
-            told = now
-            yield block
+def _line(text: BinaryIO, block: bytes) -> bytes:
+    """The rest of the line that a block ends in."""
+    if block.endswith(b"\n"):
+        return b""
+    rest = text.readline(LONGEST_ROW)
+    if len(rest) == LONGEST_ROW and not rest.endswith(b"\n"):
+        raise RowError(block.count(b"\n"), too_long())
+    return rest
 
 
 def parse_block(block: bytes, labelled: bool) -> pa.RecordBatch:
-    """Rows as :func:`schema` has them.
+    """Rows as :func:`schema` has them; blank lines are none.
 
     Raises:
         RowError: a row has too many fields, a label is not 0 or 1, an integer is none, or a category is not 1 to 8
             hexadecimal digits.
     """
-    if b"\r" in block:
-        block = block.replace(b"\r\n", b"\n")
-    if not block.endswith(b"\n"):
-        block += b"\n"
     names = [*((LABEL,) if labelled else ()), *INTEGERS, *CATEGORICAL]
-    block = _pad(block, len(names))
-    types = {n: pa.int64() for n in (LABEL, *INTEGERS)} | {n: pa.binary() for n in CATEGORICAL}
+    text = block.replace(b"\r\n", b"\n") if b"\r" in block else block
+    if not text.endswith(b"\n"):
+        text += b"\n"
+    if b"\n\n" in text or text.startswith(b"\n"):
+        text = re.sub(rb"\n+", b"\n", text).removeprefix(b"\n")
+    padded = _padded(text, len(names), labelled)
     try:
-        table = arrow_csv.read_csv(
-            pa.BufferReader(block),
-            read_options=arrow_csv.ReadOptions(column_names=names, block_size=len(block) + 1, use_threads=False),
-            parse_options=arrow_csv.ParseOptions(
-                delimiter="\t", quote_char=False, double_quote=False, escape_char=False, ignore_empty_lines=False
-            ),
-            convert_options=arrow_csv.ConvertOptions(
-                column_types=types, null_values=[""], strings_can_be_null=True, check_utf8=False
-            ),
-        )
+        if padded is None:
+            raise pa.ArrowInvalid("rows of too many fields")
+        columns = _columns(padded, names)
     except pa.ArrowInvalid as error:
         _explain(block, names)
         raise AssertionError("a block was refused, but every row of it looks right") from error
-    columns: list[pa.Array] = []
-    if labelled:
-        label = table[LABEL].combine_chunks()
-        if label.null_count or not pc.all(pc.is_in(label, pa.array([0, 1]))).as_py():
-            _explain(block, names)
-        columns.append(label.cast(pa.int8()))
-    columns += [table[n].combine_chunks() for n in INTEGERS]
-    for name in CATEGORICAL:
-        texts = table[name].combine_chunks()
-        offsets = np.frombuffer(texts.buffers()[1], dtype=np.int32)[texts.offset : texts.offset + len(texts) + 1]
-        data = np.frombuffer(texts.buffers()[2] or b"", dtype=np.uint8)
-        keys, bad = parse_hexadecimal(data, offsets.astype(np.int64))
-        if len(bad):
-            _explain(block, names)
-        keys[np.diff(offsets) == 0] = MISSING
-        columns.append(pa.array(keys))
     return pa.record_batch(columns, schema=schema(labelled))
 
 
-def _pad(block: bytes, fields: int) -> bytes:
-    """Gives every row the same number of fields: what is missing at its end are missing values."""
-    text = np.frombuffer(block, dtype=np.uint8)
-    ends = np.flatnonzero(text == ord("\n"))
-    tabs = np.diff(np.searchsorted(np.flatnonzero(text == ord("\t")), ends), prepend=0)
-    if int(tabs.max()) > fields - 1:
-        row = int(np.argmax(tabs > fields - 1))
-        raise RowError(row, f"the row has {tabs[row] + 1} fields; expected {fields}, separated by tabs")
+def _columns(text: bytes, names: list[str]) -> list[pa.Array]:
+    """The columns of rows that all have as many fields.
+
+    Raises:
+        ArrowInvalid: a value is none of its column.
+    """
+    if not text:
+        return [pa.array([], field.type) for field in schema(LABEL in names)]
+    try:
+        table = _read(text, names, pa.int64())
+    except pa.ArrowInvalid:  # pandas writes the integers of a column with missing values as 260.0
+        table = _read(text, names, pa.binary())
+    columns: list[pa.Array] = []
+    for name in names:
+        column = table[name].combine_chunks()
+        if name in CATEGORICAL:
+            columns.append(_keys(column))
+            continue
+        if pa.types.is_binary(column.type):
+            column = pc.replace_substring_regex(column.cast(pa.string()), r"^(-?[0-9]+)\.0*$", r"\1").cast(pa.int64())
+        if name == LABEL:
+            if column.null_count or not pc.all(pc.is_in(column, pa.array([0, 1]))).as_py():
+                raise pa.ArrowInvalid("labels other than 0 and 1")
+            column = column.cast(pa.int8())
+        columns.append(column)
+    return columns
+
+
+def _read(text: bytes, names: list[str], number: pa.DataType) -> pa.Table:
+    types = {name: pa.binary() if name in CATEGORICAL else number for name in names}
+    return arrow_csv.read_csv(
+        pa.BufferReader(text),
+        read_options=arrow_csv.ReadOptions(column_names=names, block_size=len(text) + 1, use_threads=False),
+        parse_options=arrow_csv.ParseOptions(
+            delimiter="\t", quote_char=False, double_quote=False, escape_char=False, ignore_empty_lines=False
+        ),
+        convert_options=arrow_csv.ConvertOptions(
+            column_types=types, null_values=[""], strings_can_be_null=True, check_utf8=False
+        ),
+    )
+
+
+def _keys(texts: pa.Array) -> pa.Array:
+    offsets = np.frombuffer(texts.buffers()[1], dtype=np.int32)[texts.offset : texts.offset + len(texts) + 1]
+    data = np.frombuffer(texts.buffers()[2] or b"", dtype=np.uint8)
+    keys, bad = parse_hexadecimal(data, offsets.astype(np.int64))
+    if len(bad):
+        raise pa.ArrowInvalid("categories that are no numbers")
+    keys[np.diff(offsets) == 0] = MISSING
+    return pa.array(keys)
+
+
+def _padded(text: bytes, fields: int, labelled: bool) -> bytes | None:
+    """Gives every row the same number of fields: what is missing at its end are missing values.
+
+    None where a row has too many fields, or is one without a label among others.
+    """
+    codes = np.frombuffer(text, dtype=np.uint8)
+    ends = np.flatnonzero(codes == ord("\n"))
+    tabs = np.diff(np.searchsorted(np.flatnonzero(codes == ord("\t")), ends), prepend=0)
+    if int(tabs.max(initial=0)) > fields - 1:
+        return None
     short = np.flatnonzero(tabs < fields - 1)
     if not len(short):
-        return block
+        return text
     pieces, begin = [], 0
     for row in short.tolist():
         end = int(ends[row])
-        pieces += [block[begin:end], b"\t" * (fields - 1 - int(tabs[row]))]
+        if labelled and tabs[row] == fields - 2 and _lacks_label(text[int(ends[row - 1]) + 1 if row else 0 : end]):
+            return None
+        pieces += [text[begin:end], b"\t" * (fields - 1 - int(tabs[row]))]
         begin = end
-    return b"".join([*pieces, block[begin:]])
+    return b"".join([*pieces, text[begin:]])
+
+
+def _lacks_label(row: bytes) -> bool:
+    """Whether a row of 39 fields has the first category where one with a label has the last integer."""
+    return len(row.split(b"\t", 14)[13]) == _CATEGORY_DIGITS
 
 
 def _explain(block: bytes, names: list[str]) -> None:
     """Raises the error of the first bad row, if there is one."""
-    digits = frozenset(b"0123456789abcdefABCDEF")
-    for row, line in enumerate(block.split(b"\n")[:-1]):
-        fields = line.split(b"\t")
+    for row, line in enumerate(block.split(b"\n")):
+        fields = line.rstrip(b"\r").split(b"\t")
+        if fields == [b""]:
+            continue
+        if len(fields) > len(names):
+            raise RowError(row, f"the row has {len(fields)} fields; expected {len(names)}, separated by tabs")
         if not any(fields[1:]) and fields[0].count(b",") > 10:
-            raise RowError(row, _no_tab(fields[0]))
-        for name, field in zip(names, fields, strict=True):
-            if name == LABEL:
-                good, expected = field in (b"0", b"1"), "0 or 1"
-            elif name in INTEGERS:
-                number = field.removeprefix(b"-")
-                good = not field or (number.isdigit() and -(2**63) <= int(field) < 2**63)
-                expected = "an integer, or nothing where it is missing"
-            else:
-                good, expected = len(field) <= 8 and digits.issuperset(field), "1 to 8 hexadecimal digits, or nothing"
-            if not good:
-                raise RowError(row, f"{name} is {_shown(field)}; expected {expected}")
+            raise RowError(row, no_tab(fields[0]))
+        if len(fields) == 39 and names[0] == LABEL and (_lacks_label(line) or fields[0] not in (b"0", b"1")):
+            raise RowError(row, "the row has 39 fields, without a label, and others have 40, with one: separate them")
+        for name, field in zip(names, fields, strict=False):
+            if (expected := _expected(name, field)) is not None:
+                hint = ", without quotes" if field.startswith(b'"') else ""
+                raise RowError(row, f"{name} is {shown(field)}; expected {expected}{hint}")
+
+
+def _expected(name: str, field: bytes) -> str | None:
+    """What a column holds, where a field is nothing of it."""
+    if name == LABEL:
+        if re.fullmatch(rb"[01](\.0*)?", field):
+            return None
+        return "0 or 1" if field != b"-1" else "0 or 1: replace -1 by 0"
+    if name in INTEGERS:
+        number = field.strip(b" ")
+        if not number or (re.fullmatch(rb"-?[0-9]+(\.0*)?", number) and -(2**63) <= int(number.split(b".")[0]) < 2**63):
+            return None
+        return "an integer of 64 bits, or nothing where it is missing"
+    return None if re.fullmatch(rb"[0-9a-fA-F]{0,8}", field) else "1 to 8 hexadecimal digits, or nothing"

@@ -116,6 +116,8 @@ class GraphModule(LightningDataModule):
 
     def make_spec(self, nodes: int, classes: int, columns: dict[str, int], width: int) -> GraphSpec:
         """``columns``: the size of every categorical column's table. Their keys a node are averaged."""
+        if classes < 2:
+            raise DataError(f"the graph at {self.path!r} has {classes} classes; to tell nodes apart takes two at least")
         return GraphSpec(
             dense=tuple(f"x{i}" for i in range(width)),
             sparse=tuple(SparseFeature(name, name) for name in (NODE, *columns)),

@@ -27,6 +27,8 @@ def column_chunks(path: Path, columns: tuple[str, ...]) -> Iterator[pa.RecordBat
         DataError: the file cannot be read, or lacks a column.
     """
     try:
+        if path.stat().st_size == 0:
+            raise DataError(f"{path} is empty; expected a line with the columns {', '.join(columns)}, and lines below")
         if path.suffix in _PARQUET:
             with pq.ParquetFile(path) as file:
                 _check_columns(path, columns, file.schema_arrow.names)
@@ -71,12 +73,21 @@ def integers(column: pa.Array, name: str, path: Path) -> npt.NDArray[np.int64]:
     Raises:
         DataError: it holds something else.
     """
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        wrong = next(
+            (v for v in column.to_pylist() if v is not None and not v.strip().removeprefix("-").isdigit()), None
+        )
+        if wrong is not None:
+            raise DataError(
+                f"{path}: column {name!r} holds no integers: {wrong!r}; nodes are numbered from 0: give every name a "
+                f"number first, as pandas.factorize does"
+            )
     if column.null_count:
         raise DataError(f"{path}: column {name!r} has {column.null_count} missing values; every id must be there")
     try:
         return np.asarray(pc.cast(column, pa.int64()).to_numpy(zero_copy_only=False))
     except pa.ArrowInvalid as error:
-        raise DataError(f"{path}: column {name!r} holds no integers: {error}") from error
+        raise DataError(f"{path}: column {name!r} holds no integers: {error}; nodes are numbered from 0") from error
 
 
 def _read_options(header: bool = True) -> pa.csv.ReadOptions:
@@ -87,4 +98,4 @@ def _read_options(header: bool = True) -> pa.csv.ReadOptions:
 def _check_columns(path: Path, wanted: tuple[str, ...], present: list[str]) -> None:
     absent = [name for name in wanted if name not in present]
     if absent:
-        raise DataError(f"{path} has no column {', '.join(absent)}; it has: {', '.join(present)}")
+        raise DataError(f"{path} has no column {', '.join(absent)}; it has: {', '.join(map(repr, present))}")

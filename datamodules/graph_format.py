@@ -35,6 +35,7 @@ SPLITS = {"train": 1, "val": 2, "test": 3}
 
 Int64 = npt.NDArray[np.int64]
 
+_MOST_SPARSE_CLASSES = 1000  # that may be more than there are nodes
 _PARTITION_NODES = 1 << 16
 _MOST_PARTITIONS = 256
 
@@ -48,12 +49,14 @@ class Relation:
         keys: keys are ``0 .. keys - 1``.
         total: how many pairs, where that is known.
         what: what a pair is called in messages.
+        file: where the pairs come from, for messages.
     """
 
     pairs: Iterable[tuple[Int64, Int64]]
     keys: int
     total: int | None = None
     what: str = "edges"
+    file: Path | None = None
 
 
 @dataclass
@@ -144,7 +147,7 @@ def write_graph(source: GraphSource, work: Path, both_ways: bool) -> dict[str, A
         What ``Graph.open`` needs, and how many ``self_loops`` and ``duplicates`` were left out.
 
     Raises:
-        DataError: a node or key is out of range.
+        DataError: a node, key or class is out of range, or a dense value is infinite.
     """
     with ExitStack() as stack:
         bar = stack.enter_context(progress_bar("pairs"))
@@ -160,12 +163,17 @@ def write_graph(source: GraphSource, work: Path, both_ways: bool) -> dict[str, A
         counts = csc(source.edges, "", loops=False, both_ways=both_ways)
         for name, relation in source.columns.items():
             csc(relation, f"{name}.", loops=True, both_ways=False)
+    if source.classes > max(_MOST_SPARSE_CLASSES, source.nodes):
+        raise DataError(
+            f"there is a class {source.classes - 1} among {source.nodes:,} nodes; classes are numbered from 0 without "
+            f"large gaps, since a model has an output for each. Number them, or give their names as strings"
+        )
     labelled = _write_rows(work / "labels.npy", source.labels, np.dtype(np.int64), ())
     assert labelled == source.nodes
     if source.split is not None:
-        np.save(work / "split.npy", source.split)
+        _write_rows(work / "split.npy", [source.split], np.dtype(np.uint8), ())
     if source.width:
-        rows = _write_rows(work / "dense.npy", source.dense, np.dtype(np.float32), (source.width,))
+        rows = _write_rows(work / "dense.npy", _finite(source.dense), np.dtype(np.float32), (source.width,))
         if rows != source.nodes:
             raise DataError(f"there are {rows:,} rows of dense values for {source.nodes:,} nodes; expected one a node")
     return {
@@ -244,8 +252,8 @@ def _write_csc(
     with ExitStack() as stack:
         files = [stack.enter_context(open(path, "wb")) for path in spilled]
         for keys, ids in relation.pairs:
-            _check_range(keys, relation.keys, relation.what)
-            _check_range(ids, nodes, relation.what)
+            _check_range(keys, relation.keys, relation)
+            _check_range(ids, nodes, relation)
             counts.read += len(keys)
             if not loops:
                 kept = keys != ids
@@ -278,6 +286,8 @@ def _write_csc(
 
 def _partitioned(keys: Int64, ids: Int64, key_count: int, span: int) -> Iterator[tuple[int, Int64]]:
     """The pairs of each range of nodes, as (node within the range) * key_count + key."""
+    if not len(ids):
+        return
     partition, within = np.divmod(ids, span)
     packed = within * key_count + keys
     order = np.argsort(partition, kind="stable")
@@ -287,7 +297,19 @@ def _partitioned(keys: Int64, ids: Int64, key_count: int, span: int) -> Iterator
         yield int(p), packed[order[begin:end]]
 
 
-def _check_range(values: Int64, count: int, what: str) -> None:
+def _check_range(values: Int64, count: int, relation: Relation) -> None:
     if len(values) and not 0 <= int(values.min()) <= int(values.max()) < count:
         wrong = values[(values < 0) | (values >= count)][0]
-        raise DataError(f"{what} name {wrong}; expected 0 .. {count - 1}")
+        file = f"{relation.file}: " if relation.file else ""
+        raise DataError(f"{file}{relation.what} name {wrong}; expected 0 .. {count - 1}")
+
+
+def _finite(chunks: Iterable[npt.NDArray[np.float32]]) -> Iterator[npt.NDArray[np.float32]]:
+    """Dense values as they enter a model: missing ones (NaN) as 0, as in rows."""
+    first = 0
+    for rows in chunks:
+        infinite = np.flatnonzero(np.isinf(rows).any(axis=1))
+        if len(infinite):
+            raise DataError(f"node {first + infinite[0]} has an infinite dense value; replace it by a finite one")
+        yield np.nan_to_num(rows)
+        first += len(rows)

@@ -56,7 +56,7 @@ def read_ogb(folder: Path) -> GraphSource:
     raw = folder / "raw"
     if not (raw / _TYPES).is_file():
         nodes = _only(raw / "num-node-list.csv.gz")
-        edges = Relation(_pairs(raw / "edge.csv.gz"), keys=nodes)
+        edges = Relation(_pairs(raw / "edge.csv.gz"), keys=nodes, file=raw / "edge.csv.gz")
         return _source(nodes, edges, raw, folder / "split", {}, inner="")
     (batch,) = column_chunks(raw / _TYPES, (_PAPER, *(kind for _, kind, _ in _COLUMNS.values())))
     counts = {name: int(integers(batch[name], name, raw / _TYPES)[0]) for name in batch.schema.names}

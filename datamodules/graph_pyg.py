@@ -23,7 +23,8 @@ def read_pyg(path: Path) -> GraphSource:
     """The graph of a ``.pt`` file: a ``Data``, its ``to_dict()``, or what ``InMemoryDataset.save`` writes of one graph.
 
     ``edge_index`` (2, E) and ``y`` (N) are needed; ``x`` (N, D) becomes dense columns, ``train_mask``, ``val_mask`` and
-    ``test_mask`` (N) the split (of masks (N, splits) the first column). A negative or missing ``y`` is no class.
+    ``test_mask`` the split: (N) booleans, of (N, splits) the first column, or the numbers of the nodes. A negative or
+    missing ``y`` is no class.
 
     The file is unpickled with ``weights_only=True``: tensors and PyG's own containers, no other code.
 
@@ -41,15 +42,16 @@ def read_pyg(path: Path) -> GraphSource:
     y = y.squeeze(1) if y.dim() == 2 and y.shape[1] == 1 else y
     if y.dim() != 1:
         raise DataError(f"{path}: y has the shape {tuple(y.shape)}; expected one class a node, (N)")
-    labels = torch.where(y >= 0, y, torch.full_like(y, -1)).long()  # also NaN, which is not >= 0
+    known = torch.where(y >= 0, y, torch.full_like(y, -1))  # also NaN, which is not >= 0
+    labels = _whole(known, "y", path, "classes are integers from 0")
     x = _tensor(data, "x", path)
     nodes = len(labels)
     if x is not None and (x.dim() != 2 or len(x) != nodes):
         raise DataError(f"{path}: x has the shape {tuple(x.shape)}; expected ({nodes}, D), as y has {nodes} nodes")
-    source, target = edge_index.long().contiguous().numpy()
+    source, target = _whole(edge_index, "edge_index", path, "nodes are numbered from 0").contiguous().numpy()
     return GraphSource(
         nodes=nodes,
-        edges=Relation([(source, target)], keys=nodes, total=len(source)),
+        edges=Relation([(source, target)], keys=nodes, total=len(source), file=path),
         labels=[labels.numpy()],
         classes=int(labels.max().item()) + 1 if nodes else 0,
         split=_split(data, nodes, path),
@@ -92,6 +94,15 @@ def _tensor(data: dict[str, Any], name: str, path: Path) -> Tensor | None:
     return value
 
 
+def _whole(values: Tensor, name: str, path: Path, expected: str) -> Tensor:
+    """Integers, also where they are stored as floats."""
+    whole = values.long()
+    wrong = values[whole != values] if values.is_floating_point() else values[:0]
+    if len(wrong):
+        raise DataError(f"{path}: {name} holds {wrong[0].item()}; {expected}")
+    return whole
+
+
 def _split(data: dict[str, Any], nodes: int, path: Path) -> npt.NDArray[np.uint8] | None:
     if not any(data.get(name) is not None for name in _MASKS):
         return None
@@ -100,12 +111,28 @@ def _split(data: dict[str, Any], nodes: int, path: Path) -> npt.NDArray[np.uint8
         mask = _tensor(data, name, path)
         if mask is None:
             continue
-        mask = mask[:, 0] if mask.dim() == 2 else mask
-        if mask.shape != (nodes,):
-            raise DataError(f"{path}: {name} has the shape {tuple(mask.shape)}; expected ({nodes},)")
-        chosen = mask.bool().numpy()
+        chosen = _chosen(mask, nodes, name, path)
         twice = np.flatnonzero(chosen & (split > 0))
         if len(twice):
             raise DataError(f"{path}: node {twice[0]} is in {name} and in another mask; expected one at most")
         split[chosen] = SPLITS[part]
     return split
+
+
+def _chosen(mask: Tensor, nodes: int, name: str, path: Path) -> npt.NDArray[np.bool_]:
+    """The nodes of a part, (N): of booleans, or of what has as many values and only 0 and 1; else of node numbers."""
+    mask = mask[:, 0] if mask.dim() == 2 else mask
+    if mask.shape == (nodes,) and bool(((mask == 0) | (mask == 1)).all()):
+        return np.asarray(mask.bool().numpy())
+    if mask.dim() != 1 or mask.dtype == torch.bool or mask.is_floating_point():
+        raise DataError(
+            f"{path}: {name} has the shape {tuple(mask.shape)} and the type {mask.dtype}; expected ({nodes},) "
+            f"booleans, or the numbers of the nodes"
+        )
+    members = mask.long().numpy()
+    if len(members) and not 0 <= members.min() <= members.max() < nodes:
+        wrong = members[(members < 0) | (members >= nodes)][0]
+        raise DataError(f"{path}: {name} names node {wrong}; expected 0 .. {nodes - 1}")
+    chosen = np.zeros(nodes, dtype=bool)
+    chosen[members] = True
+    return chosen

@@ -68,7 +68,7 @@ def read_tables(tables: GraphTables) -> GraphSource:
     by_node[ids] = labels
     return GraphSource(
         nodes=largest + 1,
-        edges=Relation(_read_edges(tables), keys=largest + 1, total=count),
+        edges=Relation(_read_edges(tables), keys=largest + 1, total=count, file=tables.edges),
         labels=[by_node],
         classes=classes,
     )

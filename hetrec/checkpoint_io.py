@@ -14,6 +14,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_fabric.utilities.cloud_io import _is_local_file_protocol
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, CheckpointIO
 
 from cache_backend.snapshot import MANIFEST
+from hetrec.disk import room_for
 
 __all__ = ["RESTORE_FROM", "SNAPSHOT", "EmbeddingCheckpointIO", "snapshot_folder"]
 
@@ -66,11 +68,19 @@ class EmbeddingCheckpointIO(CheckpointIO):
         folder = snapshot_folder(path)
         folder.mkdir(parents=True, exist_ok=True)
         snapshot = _unused(folder / f"step-{checkpoint['global_step']}")
-        self._snapshot(snapshot)
-        entry = {"path": f"{folder.name}/{snapshot.name}", "manifest_sha256": _manifest_checksum(snapshot)}
-
         temporary = f"{os.fspath(path)}.tmp"
-        self.dense.save_checkpoint({**checkpoint, SNAPSHOT: entry}, temporary, storage_options)
+        try:
+            with room_for(path, "what was saved before is still there; make room, then go on from it"):
+                self._snapshot(snapshot)
+                entry = {"path": f"{folder.name}/{snapshot.name}", "manifest_sha256": _manifest_checksum(snapshot)}
+                self.dense.save_checkpoint({**checkpoint, SNAPSHOT: entry}, temporary, storage_options)
+        except BaseException:  # also Ctrl-C
+            with suppress(FileNotFoundError):
+                os.remove(temporary)
+            shutil.rmtree(snapshot, ignore_errors=True)
+            with suppress(OSError):
+                folder.rmdir()  # if it was made just now
+            raise
         os.replace(temporary, path)
 
         for other in folder.iterdir():

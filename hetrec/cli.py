@@ -34,10 +34,12 @@ from hetrec.arguments import EXPERIMENT, GROUPS, SUBCOMMANDS, choices, expand
 from hetrec.callbacks import BestCheckpoint, RunSummary
 from hetrec.ctr_task import CTRTask
 from hetrec.data import FeatureSpec
+from hetrec.disk import disk_is_full, room_for
 from hetrec.errors import UserError, one_line, users_mistake
 from hetrec.parser import HetArgumentParser
 from hetrec.quiet import quiet
 from hetrec.ranks import (
+    TERMINATED,
     another_failed,
     end_others,
     join_first_rank,
@@ -61,11 +63,14 @@ class HetCLI(LightningCLI):
         self._folder: str | None = None
         try:
             super().__init__(**kwargs)
-        except BaseException:
+        except BaseException as error:
             # A run that failed before it wrote anything leaves no folder behind; rmdir removes only an empty one.
             if self._folder is not None:
                 with suppress(OSError):
                     os.rmdir(self._folder)
+                if disk_is_full(error):  # while Lightning wrote: its loggers, config.yaml
+                    with room_for(self._folder):
+                        raise
             raise
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -230,11 +235,11 @@ def _failed(error: BaseException) -> int:
     """Says in one line what went wrong, ends the other ranks of the run, and returns the exit code. A bug raises."""
     mistake = users_mistake(error)
     of_another = another_failed() if isinstance(error, Exception) and mistake is None else None
-    end_others(failed=True)
+    end_others(failed=not isinstance(error, SIGTERMException))
     if isinstance(error, KeyboardInterrupt):
         return 130
     if isinstance(error, SIGTERMException):
-        return 143
+        return TERMINATED
     if isinstance(error, SystemExit):
         # Lightning turns Ctrl-C into exit code 1 once it has shut the run down; --help and --print_config end with 0.
         if isinstance(error.__context__, KeyboardInterrupt):

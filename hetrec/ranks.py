@@ -26,10 +26,21 @@ from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
 from pytorch_lightning import Trainer
 from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
 
-__all__ = ["another_failed", "end_others", "join_first_rank", "launch_with_care", "started_by_first_rank", "tell_error"]
+from hetrec.termination import end_together
+
+__all__ = [
+    "TERMINATED",
+    "another_failed",
+    "end_others",
+    "join_first_rank",
+    "launch_with_care",
+    "started_by_first_rank",
+    "tell_error",
+]
 
 #: Set for the ranks that the first one starts: its process id, and a folder for what they have to say at their end.
 _FIRST_RANK = "HETREC_FIRST_RANK"
+TERMINATED = 143  # the exit code after SIGTERM
 _LOOK_S = 0.2
 _SETTLE_S = 2.0  # between the end of one rank and the errors of the others that follow from it
 _FLUSH_S = 10.0  # for a rank that was interrupted to push what its cache holds back
@@ -94,7 +105,7 @@ class RankLauncher(_SubprocessScriptLauncher):
     def failure(self) -> str | None:
         """What ended another rank, if one has failed."""
         for rank, process in enumerate(self.procs, start=1):
-            if process.poll():
+            if process.poll() not in (None, 0, TERMINATED):
                 told = self.folder / f"rank{rank}"
                 if told.exists():
                     return f"rank {rank}: {told.read_text()}"
@@ -125,6 +136,7 @@ class RankLauncher(_SubprocessScriptLauncher):
 
 def launch_with_care(trainer: Trainer) -> None:
     """Where the trainer starts other ranks by running the command line again, looks after them."""
+    end_together(trainer)
     launcher = trainer.strategy.launcher
     if type(launcher) is _SubprocessScriptLauncher:
         trainer.strategy._launcher = RankLauncher(
@@ -137,9 +149,12 @@ def started_by_first_rank() -> bool:
 
 
 def join_first_rank() -> None:
-    """In a rank that the first one started: end when that one does, also where it was killed; hear Ctrl-C once."""
-    if started_by_first_rank():
+    """Hear Ctrl-C once. In a rank that the first one started: end when that one does, also where it was killed."""
+    global _interrupted
+    _interrupted = False
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt_once)
+    if started_by_first_rank():
         threading.Thread(target=_end_with_first_rank, name="hetrec-first-rank", daemon=True).start()
 
 
@@ -170,7 +185,7 @@ def tell_error(line: str) -> None:
 
 
 def end_others(failed: bool) -> None:
-    """Ends the ranks that this one started: at once where it failed, otherwise when they are done.
+    """Ends the ranks that this one started: at once where it failed, otherwise (done, or terminated) when they are.
 
     Raises:
         ChildProcessError: this rank is done, and another one has failed.
@@ -199,8 +214,8 @@ def _end_with_first_rank() -> None:
 
 
 def _interrupt_once(signum: int, frame: FrameType | None) -> None:
-    # The terminal and the first rank both tell; the second time must not disturb what the first one has set off. A
-    # flag, since Lightning puts this handler back when it has shut the run down.
+    # The terminal and the first rank both tell, and the impatient press twice; the second time must not disturb what
+    # the first one has set off. A flag, since Lightning puts this handler back when it has shut the run down.
     global _interrupted
     if not _interrupted:
         _interrupted = True

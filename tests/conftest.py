@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -32,6 +33,27 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip(f"no real data samples at {path}")
     return path
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Makes a disk of so many bytes, in memory; tests that need one skip where mounting is not permitted."""
+    mounted: list[Path] = []
+
+    def make(size: int) -> Path:
+        path = tmp_path / f"disk{len(mounted)}"
+        path.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True, check=False
+        )
+        if done.returncode:
+            pytest.skip(f"mounting is not permitted: {done.stderr.decode().strip()}")
+        mounted.append(path)
+        return path
+
+    yield make
+    for path in mounted:
+        subprocess.run(["umount", path], check=True)
 
 
 @pytest.fixture(params=["cpu", "cuda"])

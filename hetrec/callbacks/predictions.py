@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
 
 from hetrec.callbacks.summary import run_folder
+from hetrec.disk import room_for
 
 __all__ = ["PredictionWriter"]
 
@@ -24,7 +26,8 @@ class PredictionWriter(BasePredictionWriter):
     """Writes what ``predict`` yields to ``predictions.parquet`` in the run's folder, batch by batch.
 
     One column, ``probability``, float32, in the order in which the rows were read; with several ranks each writes its
-    own ``predictions-RANK.parquet``, which in the order of the ranks hold the rows in the order of the data.
+    own ``predictions-RANK.parquet``, which in the order of the ranks hold the rows in the order of the data. A file of
+    that name is whole: a run that ends early leaves none.
     """
 
     def __init__(self) -> None:
@@ -37,7 +40,8 @@ class PredictionWriter(BasePredictionWriter):
         folder = run_folder(trainer)
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"{name}.parquet"
-        self._writer = pq.ParquetWriter(self._path, SCHEMA)
+        with room_for(self._path):
+            self._writer = pq.ParquetWriter(self._unfinished, SCHEMA)
 
     def write_on_batch_end(
         self,
@@ -51,17 +55,27 @@ class PredictionWriter(BasePredictionWriter):
     ) -> None:
         assert self._writer is not None
         assert isinstance(prediction, Tensor)
-        self._writer.write_table(pa.table([pa.array(prediction.float().cpu().numpy())], schema=SCHEMA))
+        with room_for(self._path):
+            self._writer.write_table(pa.table([pa.array(prediction.float().cpu().numpy())], schema=SCHEMA))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close()
+        with room_for(self._path):
+            self._close()
+        self._unfinished.replace(self._path)
         name = "predictions.parquet" if trainer.world_size == 1 else "predictions-RANK.parquet"
         rank_zero_info(f"predictions are in {self._path.with_name(name)}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._close()
+        with suppress(OSError):  # the disk may be full
+            self._close()
+        if self._path.name:  # it has begun
+            self._unfinished.unlink(missing_ok=True)
+
+    @property
+    def _unfinished(self) -> Path:
+        return self._path.with_name(f".{self._path.name}.tmp")
 
     def _close(self) -> None:
         if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+            writer, self._writer = self._writer, None
+            writer.close()

@@ -11,6 +11,7 @@ from pytorch_lightning.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
+from hetrec.disk import room_for
 from hetrec.task import HetTask
 
 __all__ = ["RunSummary", "run_folder"]
@@ -64,7 +65,8 @@ class RunSummary(Callback):
         figures = {name: int(value) if _is_count(name) else value for name, value in self._figures.items()}
         folder.mkdir(parents=True, exist_ok=True)
         plain = {name: None if math.isnan(value) else value for name, value in figures.items()}
-        (folder / "summary.json").write_text(json.dumps(plain, indent=2) + "\n")
+        with room_for(folder / "summary.json"):
+            (folder / "summary.json").write_text(json.dumps(plain, indent=2) + "\n")
 
     @rank_zero_only
     def _print(self, folder: Path) -> None:

@@ -81,6 +81,38 @@ def test_nodes_without_a_class(tmp_path: Path, target: str, labels: list[int]) -
     assert data.graph.labels.tolist() == labels
 
 
+@pytest.mark.parametrize(
+    ("edges", "target"),
+    [
+        ("\ufeff" + EDGES, "\ufeff" + TARGET),
+        (EDGES.replace("\n", "\r\n"), TARGET.replace("\n", "\r\n")),
+        (EDGES.removesuffix("\n"), TARGET.removesuffix("\n")),
+        (EDGES + "\n", TARGET + "\n\n"),
+        ("id_1,id_2\n0.0,1\n1.0,2\n5.0,1\n", "id,target\n0.0,1.0\n1.0,0.0\n2.0,2.0\n4.0,1.0\n"),
+        ('"id_1","id_2"\n"0","1"\n"1","2"\n"5","1"\n', TARGET),
+    ],
+    ids=["byte order mark", "crlf", "no line end", "blank lines", "floats", "quotes"],
+)
+def test_tables_as_other_programs_write_them(tmp_path: Path, edges: str, target: str) -> None:
+    data = GraphDataModule(str(folder(tmp_path / "g", edges, target)))
+    assert neighbours(data) == [[1], [0, 2, 5], [1], [], [], [1]]
+    assert data.graph.labels.tolist() == [1, 0, 2, -1, 1, -1]
+
+
+def test_gaps_in_node_ids_and_classes_stay(tmp_path: Path) -> None:
+    data = GraphDataModule(str(folder(tmp_path / "g", "id_1,id_2\n0,30\n", "id,target\n0,7\n30,0\n10,0\n")))
+    assert (data.graph.nodes, data.spec.num_classes) == (31, 8)
+    assert neighbours(data)[0] == [30]
+    assert np.flatnonzero(data.graph.labels >= 0).tolist() == [0, 10, 30]
+
+
+@pytest.mark.parametrize("target", ["id,target\n0,0\n", "id,target\n0,\n"])
+def test_a_graph_of_fewer_than_two_classes(tmp_path: Path, target: str) -> None:
+    data = GraphDataModule(str(folder(tmp_path / "g", "id_1,id_2\n", target)))
+    with pytest.raises(DataError, match=r"g' has [01] classes; to tell nodes apart takes two at least"):
+        _ = data.spec
+
+
 def test_a_graph_without_edges(tmp_path: Path) -> None:
     data = GraphDataModule(str(folder(tmp_path / "g", "id_1,id_2\n", "id,target\n0,1\n1,0\n")), val_fraction=0)
     assert neighbours(data) == [[], []]
@@ -149,8 +181,8 @@ def test_what_is_missing_is_said_with_what_it_should_look_like(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("edges", "target", "message"),
     [
-        ("a,b\n0,1\n", TARGET, "edges.csv has no column id_1, id_2; it has: a, b"),
-        (EDGES, "id,label\n0,1\n", "target.csv has no column target; it has: id, label"),
+        ("a,b\n0,1\n", TARGET, "edges.csv has no column id_1, id_2; it has: 'a', 'b'"),
+        (EDGES, "id,label\n0,1\n", "target.csv has no column target; it has: 'id', 'label'"),
         ("id_1,id_2\n0,x\n", TARGET, "column 'id_2' holds no integers"),
         ("id_1,id_2\n0,\n2,1\n", TARGET, "column 'id_2' has 1 missing values"),
         ("id_1,id_2\n0,-4\n", TARGET, "edges.csv names node -4; nodes are numbered from 0"),
@@ -158,7 +190,12 @@ def test_what_is_missing_is_said_with_what_it_should_look_like(tmp_path: Path) -
         (EDGES, "id,target\n0,1\n3,1\n0,2\n", "target.csv names node 0 more than once"),
         (EDGES, "id,target\n0,1.5\n", "column 'target' holds no classes"),
         (EDGES, "id,target\n-1,1\n", "target.csv names node -1"),
-        (EDGES, "", "target.csv cannot be read"),
+        ("id_1,id_2\nalice,bob\n", TARGET, "'id_1' holds no integers: 'alice'; nodes are numbered from 0: give every"),
+        ("id_1,id_2\n1.5,2\n", TARGET, "column 'id_1' holds no integers"),
+        ("", TARGET, "edges.csv is empty; expected a line with the columns id_1, id_2, and lines below"),
+        ("id_1, id_2\n0,1\n", TARGET, "edges.csv has no column id_2; it has: 'id_1', ' id_2'"),
+        (EDGES, "id,target\n0,0\n1,20000000\n", "class 20000000 among 6 nodes; classes are numbered from 0 without"),
+        (EDGES, "", r"target.csv is empty; expected a line with the columns id, target"),
     ],
 )
 def test_files_that_cannot_be_a_graph(tmp_path: Path, edges: str, target: str, message: str) -> None:

@@ -95,6 +95,24 @@ def test_the_first_of_several_splits_is_taken(tmp_path: Path) -> None:
     assert data._split_seeds("train").tolist() == [0, 3]
 
 
+def test_masks_may_be_numbers_of_nodes_and_integers(tmp_path: Path) -> None:
+    parts = {"train_mask": torch.tensor([3, 0]), "val_mask": torch.tensor([0, 1, 0, 0], dtype=torch.uint8)}
+    data = saved(tmp_path, Data(edge_index=EDGES, y=torch.tensor([1, 0, 0, 2]), **parts))
+    assert [data._split_seeds(s).tolist() for s in ("train", "val", "test")] == [[0, 3], [1], []]
+
+
+def test_other_types_and_no_edges(tmp_path: Path) -> None:
+    x = torch.tensor([[torch.nan, 1.0], [2.0, 3.0], [4.0, torch.nan], [5.0, 6.0]])
+    y = torch.tensor([[1.0], [0.0], [torch.nan], [2.0]])
+    graph = saved(tmp_path, Data(x=x, edge_index=EDGES.int(), y=y)).graph
+    assert [graph.row[a:b].tolist() for a, b in pairwise(graph.colptr)] == [[1, 3], [0], [], [0]]
+    assert graph.labels.tolist() == [1, 0, -1, 2]
+    assert graph.dense.tolist() == [[0, 1], [2, 3], [4, 0], [5, 6]]  # missing is 0, as in rows
+    (tmp_path / "none").mkdir()
+    none = saved(tmp_path / "none", Data(edge_index=torch.zeros(2, 0, dtype=torch.long), y=Y)).graph
+    assert (none.edges, none.nodes, none.colptr.tolist()) == (0, 4, [0] * 5)
+
+
 class Harmful:
     """Runs a command when it is unpickled."""
 
@@ -119,9 +137,18 @@ def test_no_foreign_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ({"edge_index": EDGES, "y": torch.zeros(4, 3)}, r"y has the shape \(4, 3\); expected one class a node"),
         ({"edge_index": EDGES, "y": Y, "x": torch.zeros(3, 2)}, r"x has the shape \(3, 2\); expected \(4, D\)"),
         ({"edge_index": EDGES, "y": Y, "x": "no"}, "x is a str; expected a tensor"),
-        ({"edge_index": EDGES, "y": Y[:3]}, "edges name 3; expected 0 .. 2"),
+        ({"edge_index": EDGES, "y": Y[:3]}, r"graph\.pt: edges name 3; expected 0 .. 2"),
+        ({"edge_index": -EDGES, "y": Y}, r"graph\.pt: edges name -1; expected 0 .. 3"),
+        ({"edge_index": EDGES + 0.5, "y": Y}, r"edge_index holds 0\.5; nodes are numbered from 0"),
+        ({"edge_index": EDGES, "y": Y + 0.5}, r"y holds 1\.5; classes are integers from 0"),
+        ({"edge_index": EDGES, "y": Y * 10_000_000}, "class 20000000 among 4 nodes; classes are numbered from 0"),
+        ({"edge_index": EDGES, "y": Y, "x": torch.full((4, 2), torch.inf)}, "node 0 has an infinite dense value"),
+        ({"edge_index": EDGES, "y": Y, "val_mask": torch.tensor([1, 4])}, "val_mask names node 4; expected 0 .. 3"),
         ({"edge_index": EDGES, "y": Y, **masks(train=[1], test=[1, 2])}, "node 1 is in test_mask and in another mask"),
-        ({"edge_index": EDGES, "y": Y, "val_mask": torch.ones(3)}, r"val_mask has the shape \(3,\); expected \(4,\)"),
+        (
+            {"edge_index": EDGES, "y": Y, "val_mask": torch.ones(3)},
+            r"val_mask has the shape \(3,\).*; expected \(4,\) booleans",
+        ),
     ],
 )
 def test_what_is_no_graph_is_named(tmp_path: Path, content: Any, message: str) -> None:
