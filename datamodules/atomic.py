@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cache_backend.disk import room_for
 from datamodules.errors import DataError
 from datamodules.progress import say
 
@@ -63,8 +64,6 @@ def exclusive(final: Path, option: str) -> Iterator[None]:
         DataError: the folder beside it cannot be written; ``option`` is what to set instead.
         OSError: the disk is full, with a message for the user.
     """
-    from hetrec.disk import room_for  # here: processes that convert import this module, and need no torch
-
     lock = final.with_name(f".{final.name}.lock")
     try:
         final.parent.mkdir(parents=True, exist_ok=True)

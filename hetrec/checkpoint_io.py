@@ -21,8 +21,8 @@ from typing import Any
 from lightning_fabric.utilities.cloud_io import _is_local_file_protocol
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, CheckpointIO
 
+from cache_backend.disk import room_for
 from cache_backend.snapshot import MANIFEST
-from hetrec.disk import room_for
 
 __all__ = ["RESTORE_FROM", "SNAPSHOT", "EmbeddingCheckpointIO", "snapshot_folder"]
 

@@ -30,11 +30,11 @@ from pytorch_lightning.utilities import rank_zero_info, rank_zero_only
 from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from cache_backend import AutoStore, CacheConfig, EmbeddingOptimizer, EmbeddingStore
+from cache_backend.disk import disk_is_full, room_for
 from hetrec.arguments import EXPERIMENT, GROUPS, SUBCOMMANDS, choices, expand
 from hetrec.callbacks import BestCheckpoint, RunSummary
 from hetrec.ctr_task import CTRTask
 from hetrec.data import FeatureSpec
-from hetrec.disk import disk_is_full, room_for
 from hetrec.errors import UserError, one_line, users_mistake
 from hetrec.parser import HetArgumentParser
 from hetrec.quiet import quiet

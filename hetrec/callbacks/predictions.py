@@ -14,8 +14,8 @@ from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
 
+from cache_backend.disk import room_for
 from hetrec.callbacks.summary import run_folder
-from hetrec.disk import room_for
 
 __all__ = ["PredictionWriter"]
 

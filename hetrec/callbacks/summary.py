@@ -11,7 +11,7 @@ from pytorch_lightning.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
-from hetrec.disk import room_for
+from cache_backend.disk import room_for
 from hetrec.task import HetTask
 
 __all__ = ["RunSummary", "run_folder"]
