@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from os.path import expanduser
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from pytorch_lightning import LightningDataModule
 from torch import distributed
 
 from datamodules.errors import DataError
-from datamodules.files import ParquetFiles
+from datamodules.files import ParquetFiles, read_column
 from datamodules.loader import ParquetLoader
 from datamodules.plan import EpochPlan, Rows, Unit, make_units
 from datamodules.reader import Columns, WindowReader
@@ -200,6 +201,17 @@ class HetDataModule(LightningDataModule):
     def predict_dataloader(self) -> LookaheadLoader:
         """All rows of ``path``, in their order. Labels are not needed, and NaN in the batches."""
         return self._loader("path", Rows(0, self._open("path").rows), labelled=False)
+
+    def predict_values(self, column: str) -> Iterator[Any]:
+        """The values of a column, feature or not, in the rows that this rank predicts, as Arrow arrays of one type.
+
+        Raises:
+            DataError: the files have no such column.
+        """
+        files, (rank, world_size) = self._open("path"), self._rank()
+        if column not in files.columns:
+            raise DataError(f"id_column={column}: data.path={self.path!r} has: {', '.join(files.columns)}")
+        return read_column(files, column, files.rows * rank // world_size, files.rows * (rank + 1) // world_size)
 
     def _split_loader(self, split: Split, shuffle: bool = False) -> LookaheadLoader:
         return self._loader(self._role(split), self._split_rows(split)[1], shuffle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from datamodules.columns import Kind, kind_of
 from datamodules.errors import DataError
 
-__all__ = ["Column", "ParquetFiles", "list_parquet", "natural_key", "open_parquet", "stamp", "widen"]
+__all__ = ["Column", "ParquetFiles", "list_parquet", "natural_key", "open_parquet", "read_column", "stamp", "widen"]
 
 _BUFFER_BYTES = 1 << 18  # per column of an open row group; without it a whole column chunk is loaded at once
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -211,6 +211,48 @@ class ParquetFiles:
             for p, own, part in zip(self.paths, self.names, self.partitions, strict=True)
             if name in own or name in part
         )
+
+
+def read_column(files: ParquetFiles, name: str, start: int, stop: int) -> Iterator[pa.Array]:
+    """The values of a column in the rows ``start .. stop``, in their order and in bounded memory.
+
+    Yields:
+        Arrays of one type, that of the first file that holds the column; null where a file does not. The first one is
+        empty, so that the type is known.
+
+    Raises:
+        DataError: a file holds another type that does not fit.
+    """
+    dtype = _type_of(files, name)
+    yield pa.array([], dtype)
+    position = 0
+    for path, groups, own, part in zip(files.paths, files.group_rows, files.names, files.partitions, strict=True):
+        rows = sum(groups)
+        low, high = max(start - position, 0), min(stop - position, rows)
+        position += rows
+        if low >= high:
+            continue
+        if name not in own:
+            yield pa.array([part.get(name)], dtype).take(pa.array([0] * (high - low)))
+            continue
+        at = 0
+        for batch in open_parquet(path).iter_batches(columns=[name]):
+            kept = batch.column(0)[max(low - at, 0) : max(high - at, 0)]
+            at += len(batch)
+            try:
+                yield kept.cast(dtype)
+            except pa.ArrowInvalid as error:
+                raise DataError(f"{path}: column {name!r} is {kept.type}, and {dtype} in the files before") from error
+
+
+def _type_of(files: ParquetFiles, name: str) -> pa.DataType:
+    for path, own, part in zip(files.paths, files.names, files.partitions, strict=True):
+        if name in own:
+            dtype = pq.read_schema(path).field(name).type
+            return dtype.value_type if pa.types.is_dictionary(dtype) else dtype
+        if part.get(name) is not None:
+            return pa.scalar(part[name]).type
+    return pa.null()
 
 
 def open_parquet(path: str) -> pq.ParquetFile:

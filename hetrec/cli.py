@@ -32,7 +32,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException, SI
 from cache_backend import AutoStore, CacheConfig, EmbeddingOptimizer, EmbeddingStore
 from cache_backend.disk import disk_is_full, room_for
 from hetrec.arguments import EXPERIMENT, GROUPS, SUBCOMMANDS, choices, expand
-from hetrec.callbacks import BestCheckpoint, RunSummary
+from hetrec.callbacks import BestCheckpoint, PredictionWriter, RunSummary
 from hetrec.ctr_task import CTRTask
 from hetrec.data import FeatureSpec
 from hetrec.errors import UserError, one_line, users_mistake
@@ -47,7 +47,7 @@ from hetrec.ranks import (
     started_by_first_rank,
     tell_error,
 )
-from hetrec.resume import KEYWORDS, newest_checkpoint, run_name
+from hetrec.resume import KEYWORDS, newest_checkpoint, run_name, saved_columns
 from hetrec.task import HetTask
 
 __all__ = ["HetCLI", "main"]
@@ -91,6 +91,13 @@ class HetCLI(LightningCLI):
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "test":
             parser.set_defaults(verbose=False)  # the run's own summary says the same
+        if subcommand == "predict":
+            parser.add_argument(
+                "--out", type=str | None, default=None, help="the file of the predictions, .parquet or .csv"
+            )
+            parser.add_argument(
+                "--id_column", type=str | None, default=None, help="a column of the data to write beside them"
+            )
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -112,6 +119,12 @@ class HetCLI(LightningCLI):
                 f"no checkpoint file at {path!r}; a run's checkpoints are in its folder: RUN/checkpoints/*.ckpt, and "
                 f"ckpt_path=last (or best) is that of the newest run"
             )
+        if settings.get("ckpt_path") is not None:
+            # What is found in a file depends on the file: its columns may be in another order, or more than before.
+            options = settings.data.init_args
+            for option, columns in saved_columns(settings.ckpt_path).items():
+                if option in options and options[option] is None:
+                    options[option] = columns
 
     def _newest_checkpoint(self, keyword: str, settings: Namespace) -> str | None:
         model, data = (settings[part].class_path.rpartition(".")[2] for part in ("model", "data"))
@@ -145,6 +158,8 @@ class HetCLI(LightningCLI):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]  # a connector of the trainer sets it
             if isinstance(callback, RunSummary):
                 callback.test_follows = self.subcommand == "fit" and self.datamodule.has_test
+            if self.subcommand == "predict" and isinstance(callback, PredictionWriter):
+                callback.write_to(settings.out, settings.id_column)
             if isinstance(callback, ModelCheckpoint) and callback.monitor == CTRTask.monitor:  # the default
                 callback.monitor = self.model.monitor
 
