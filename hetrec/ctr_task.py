@@ -90,8 +90,11 @@ class CTRTask(HetTask):
                     f"{callback.patience} such epochs: let it watch val_logloss, with mode=min"
                 )
 
-    def evaluate(self, batch: Batch, metrics: CTRMetrics) -> None:
-        metrics.update(self(batch.dense_features, batch.sparse_features), batch.labels)
+    def evaluate(self, batch: Batch, metrics: CTRMetrics) -> Tensor:
+        """Returns the logits, (B,)."""
+        logits_B = self(batch.dense_features, batch.sparse_features)
+        metrics.update(logits_B, batch.labels)
+        return logits_B
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Click probabilities, float32, (B,)."""

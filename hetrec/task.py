@@ -85,8 +85,8 @@ class HetTask(LightningModule):
         """The batch's training loss, a scalar; of an empty batch one whose gradients are zero."""
         raise NotImplementedError
 
-    def evaluate(self, batch: Batch, metrics: Any) -> None:
-        """Measure a batch: update what ``evaluation`` made."""
+    def evaluate(self, batch: Batch, metrics: Any) -> Tensor | None:
+        """Measure a batch: update what ``evaluation`` made. What it returns is handed to callbacks of a test."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HetTask:
@@ -330,8 +330,8 @@ class HetTask(LightningModule):
     def on_test_start(self) -> None:
         self._flush_all_ranks()
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.evaluate(batch, self.test_metrics)
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        return self.evaluate(batch, self.test_metrics)
 
     def on_test_epoch_end(self) -> None:
         self._log_evaluation("test", self.test_metrics)

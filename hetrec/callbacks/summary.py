@@ -58,7 +58,8 @@ class RunSummary(Callback):
 
     @staticmethod
     def _metrics(trainer: Trainer) -> dict[str, float]:
-        return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(METRICS)}
+        found = [(name, float(value)) for name, value in trainer.callback_metrics.items() if name.startswith(METRICS)]
+        return dict(sorted(found, key=lambda figure: figure[0].count("_")))  # the model's own before baselines
 
     @rank_zero_only
     def _write(self, folder: Path) -> None:
