@@ -42,6 +42,7 @@ from hetrec.ranks import (
     TERMINATED,
     another_failed,
     end_others,
+    interrupted_once,
     join_first_rank,
     launch_with_care,
     started_by_first_rank,
@@ -225,25 +226,29 @@ def main(configs: Path, argv: Sequence[str] | None = None) -> int:
     """
     quiet(another_speaks=os.environ.get("LOCAL_RANK", "0") != "0")
     join_first_rank()
-    try:
-        args = expand(sys.argv[1:] if argv is None else argv, configs)
-        defaults = {"default_config_files": [str(configs / "default.yaml")]}
-        HetCLI(
-            model_class=HetTask,
-            datamodule_class=LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            parser_class=HetArgumentParser,
-            parser_kwargs={"description": _description(configs), **{name: dict(defaults) for name in SUBCOMMANDS}},
-            auto_configure_optimizers=False,
-            seed_everything_default=42,
-            save_config_kwargs={"overwrite": True},
-            args=args,
-        )
-        end_others(failed=False)
-    except BaseException as error:
-        return _failed(error)
+    with interrupted_once():
+        try:
+            _run(configs, sys.argv[1:] if argv is None else argv)
+            end_others(failed=False)
+        except BaseException as error:
+            return _failed(error)
     return 0
+
+
+def _run(configs: Path, argv: Sequence[str]) -> None:
+    defaults = {"default_config_files": [str(configs / "default.yaml")]}
+    HetCLI(
+        model_class=HetTask,
+        datamodule_class=LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        parser_class=HetArgumentParser,
+        parser_kwargs={"description": _description(configs), **{name: dict(defaults) for name in SUBCOMMANDS}},
+        auto_configure_optimizers=False,
+        seed_everything_default=42,
+        save_config_kwargs={"overwrite": True},
+        args=expand(argv, configs),
+    )
 
 
 def _failed(error: BaseException) -> int:

@@ -80,7 +80,8 @@ class CTRTask(HetTask):
 
     def on_validation_epoch_end(self) -> None:
         super().on_validation_epoch_end()
-        if self.trainer.sanity_checking or not self.trainer.callback_metrics[self.monitor].isnan():
+        auc = self.trainer.callback_metrics.get(self.monitor)  # none where nothing is logged (barebones)
+        if self.trainer.sanity_checking or auc is None or not auc.isnan():
             return
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]  # a connector of the trainer sets it
             if isinstance(callback, EarlyStopping) and callback.monitor == self.monitor and callback.check_finite:

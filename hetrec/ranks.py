@@ -16,7 +16,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,6 +33,7 @@ __all__ = [
     "TERMINATED",
     "another_failed",
     "end_others",
+    "interrupted_once",
     "join_first_rank",
     "launch_with_care",
     "started_by_first_rank",
@@ -47,7 +49,6 @@ _FLUSH_S = 10.0  # for a rank that was interrupted to push what its cache holds 
 _END_S = 30.0  # for the other ranks to end after the first one has
 
 _started: RankLauncher | None = None
-_interrupted = False
 
 
 class RankLauncher(_SubprocessScriptLauncher):
@@ -148,12 +149,31 @@ def started_by_first_rank() -> bool:
     return _FIRST_RANK in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
+@contextmanager
+def interrupted_once() -> Iterator[None]:
+    """Inside, Ctrl-C is heard once: the terminal and the first rank both tell, and the impatient press twice, and the
+    second time must not disturb what the first one has set off."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or handler == signal.SIG_IGN:
+        yield
+        return
+    interrupted = False  # a flag, since Lightning puts this handler back when it has shut the run down
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 def join_first_rank() -> None:
-    """Hear Ctrl-C once. In a rank that the first one started: end when that one does, also where it was killed."""
-    global _interrupted
-    _interrupted = False
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _interrupt_once)
+    """In a rank that the first one started: end when that one does, also where it was killed."""
     if started_by_first_rank():
         threading.Thread(target=_end_with_first_rank, name="hetrec-first-rank", daemon=True).start()
 
@@ -211,15 +231,6 @@ def _end_with_first_rank() -> None:
     _, _, folder = os.environ[_FIRST_RANK].partition(":")
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
-
-
-def _interrupt_once(signum: int, frame: FrameType | None) -> None:
-    # The terminal and the first rank both tell, and the impatient press twice; the second time must not disturb what
-    # the first one has set off. A flag, since Lightning puts this handler back when it has shut the run down.
-    global _interrupted
-    if not _interrupted:
-        _interrupted = True
-        raise KeyboardInterrupt
 
 
 def _leave_process_group() -> None:
