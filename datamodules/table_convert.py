@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def convert_table(
     parameters = {
         "format": _FORMAT,
         "sources": [{"path": p, "bytes": s.st_size, "modified_ns": s.st_mtime_ns} for p, s in states],
-        "options": asdict(options),
+        "options": {"columns": options.columns, "separator": options.separator, "declared": options.declared},
         "known": known or {},
     }
 

@@ -75,8 +75,8 @@ class TextTable:
             row = next(i for i, value in enumerate(fields) if "text" in seen_in_texts(_one(value, declared)))
             raise DataError(
                 f"{self.path}, {self._line(rows + row)}: column {name!r} holds "
-                f"{shown(fields[row].as_py().decode(errors='replace'))}; its header says {declared}. Mend it, or say "
-                f"token in the header"
+                f"{shown(fields[row].as_py().decode(errors='replace'))}; expected {declared}. Mend it, or declare "
+                f"the column a token"
             )
         return {"fraction"}
 
