@@ -17,7 +17,7 @@ from datamodules.table_types import Evidence, seen_in_objects, seen_in_typed
 
 __all__ = ["JsonTable"]
 
-_BLOCK_BYTES = 16 << 20
+_BLOCK_BYTES = 4 << 20
 
 
 class JsonTable:

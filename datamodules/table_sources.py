@@ -47,7 +47,8 @@ def table_sources(root: Path) -> list[Path]:
         return []
     parquet = [path for path in list_parquet(root) if not _is_copy(path, root)]
     if parquet:
-        say(f"{root}: {len(others)} files beside the Parquet files are left out ({others[0].name}, ...)")
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        say(f"{root} holds Parquet files; what lies beside them is left out: {others[0].name}{more}")
         return []
     return others
 

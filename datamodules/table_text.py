@@ -20,7 +20,7 @@ from datamodules.table_types import MISSING_WORDS, Evidence, seen_in_texts
 
 __all__ = ["TextTable"]
 
-_BLOCK_BYTES = 16 << 20  # a row has to fit
+_BLOCK_BYTES = 4 << 20  # a row has to fit
 _UNIT = "\x1f"  # the separator of ASCII that takes the place of one of several characters
 
 
@@ -45,7 +45,7 @@ class TextTable:
         rows = 0
         for batch in self._read({name: pa.binary() for name in found}, progress):
             for name, values in zip(batch.schema.names, batch.columns, strict=True):
-                found[name].add(self._seen(name, values, rows))
+                self._look(name, values, rows, found[name])
             rows += len(batch)
         return found
 
@@ -56,15 +56,16 @@ class TextTable:
             columns = [_finished(batch[name], dtype) for name, dtype in types.items()]
             yield pa.record_batch(columns, names=list(types))
 
-    def _seen(self, name: str, values: pa.Array, rows_before: int) -> Evidence:
-        declared = self.layout.declared.get(name)
+    def _look(self, name: str, fields: pa.Array, rows_before: int, found: Evidence) -> None:
+        """Adds what the fields of a column tell."""
+        declared, values = self.layout.declared.get(name), fields
         if declared in ("token_seq", "float_seq"):
-            items = _split(values.cast(pa.string())).flatten().cast(pa.binary())
-            return Evidence(items=Evidence(self._declared(name, declared, items, values, rows_before)))
-        return Evidence(self._declared(name, declared, values, values, rows_before))
+            values = _split(fields.cast(pa.string())).flatten().cast(pa.binary())
+            found.items = found = found.items or Evidence()
+        found.flags |= self._declared(name, declared, seen_in_texts(values, found.flags), fields, rows_before)
 
-    def _declared(self, name: str, declared: str | None, values: pa.Array, fields: pa.Array, rows: int) -> set[str]:
-        flags = seen_in_texts(values)
+    def _declared(self, name: str, declared: str | None, flags: set[str], fields: pa.Array, rows: int) -> set[str]:
+        """Flags, as far as the column's declaration leaves them open."""
         if declared is None or not flags:
             return flags
         if declared == "text":

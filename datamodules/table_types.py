@@ -20,6 +20,7 @@ MISSING_WORDS = [
     *("N/A", "n/a", "NA", "<NA>", "NULL", "Null", "null", "None", "none", "\\N"),
 ]
 _MISSING = pa.array(MISSING_WORDS)
+_FIRST = 100  # values that are looked at first: to cast a column of text to numbers takes long, and fails
 
 
 @dataclass
@@ -80,19 +81,24 @@ class Evidence:
         return pa.uint64() if "above_int64" in flags else pa.int64()
 
 
-def seen_in_texts(texts: pa.Array) -> set[str]:
-    """Flags of values as they stand in a text file, binary (n,)."""
+def seen_in_texts(texts: pa.Array, known: set[str] | None = None) -> set[str]:
+    """Flags of values as they stand in a text file, binary (n,); those that add something to the ``known`` ones."""
     try:
         values = texts.cast(pa.string())
     except pa.ArrowInvalid:
         return {"text", "bytes"}
+    if known and "text" in known:
+        return set()
     values = values.filter(pc.invert(pc.is_in(values, _MISSING))).drop_null()
     if not len(values):
         return set()
-    flags = _of_digits(values)
-    if flags is not None:
-        return flags
-    if _cast(values, pa.float64()) is None:
+    if _cast(values[:_FIRST], pa.float64()) is None or (flags := _of_digits(values)) is None:
+        flags = _of_others(values)
+    return flags
+
+
+def _of_others(values: pa.Array) -> set[str]:
+    if _cast(values[:_FIRST], pa.float64()) is None or _cast(values, pa.float64()) is None:
         trimmed = pc.utf8_trim_whitespace(values)
         return {"text"} if trimmed.equals(values) else seen_in_texts(trimmed.cast(pa.binary()))
     is_integer = pc.match_substring_regex(values, r"^-?\d+$")
