@@ -12,10 +12,11 @@ from datamodules.criteo_layout import CATEGORICAL, INTEGERS
 from datamodules.errors import DataError
 from hetrec.data import Batch
 
-ROWS = [
-    [*["1", "1", "-2", "260", "", "0", "5", "7", "9", "3", "1", "2", "", "4"], *["68fd1e64", "12345678", "00000012"] * 8, "", "a"],
-    [*["0", "", "0", "", "17668", "3", "", "1", "1", "1", "", "1", "1", "1"], *["80e26c9b", "1e5", "0"] * 8, "ffffffff", ""],
+LINES = [
+    "1,1,-2,260,,0,5,7,9,3,1,2,,4," + "68fd1e64,12345678,00000012," * 8 + ",a",
+    "0,,0,,17668,3,,1,1,1,,1,1,1," + "80e26c9b,1e5,0," * 8 + "ffffffff,",
 ]
+ROWS = [line.split(",") for line in LINES]
 HEADER = ["label", *INTEGERS, *CATEGORICAL]
 
 

@@ -27,9 +27,7 @@ from tests.datamodules.modules import column, labels
 from tests.datamodules.reference import fnv1a
 
 CITIES = ["Rome", "Köln, Rhein", 'a "b"', "two\nlines", None]
-ROWS = [
-    {"label": i % 3 == 0, "user": i * 7 % 50, "city": CITIES[i % len(CITIES)], "x": i / 4} for i in range(300)
-]
+ROWS = [{"label": i % 3 == 0, "user": i * 7 % 50, "city": CITIES[i % len(CITIES)], "x": i / 4} for i in range(300)]
 
 
 def module(path: Path, **options: Any) -> TableDataModule:
