@@ -127,7 +127,7 @@ class ParquetFiles:
         if not root.exists():
             if root.is_symlink():
                 raise DataError(f"{what}={str(root)!r} is a link that leads nowhere ({os.readlink(root)})")
-            raise DataError(f"{what}={str(root)!r} does not exist; give a Parquet file or a folder of them")
+            raise DataError(f"{what}={str(root)!r} does not exist; give a file or a folder of them")
         paths = list_parquet(root)
         if not paths:
             raise DataError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from datamodules.atomic import make_once
+from datamodules.errors import DataError
 from datamodules.progress import progress_bar, say
 from datamodules.table_arrow import ArrowTable
 from datamodules.table_json import JsonTable
@@ -95,18 +97,22 @@ def convert_table(
                 bar.update(task, advance=count)
 
             seen = {name: Evidence.from_json(content) for name, content in (known or {}).items()}
-            names = {source: _survey(table, seen, progress) for source, table in tables.items()}
+            names: dict[Path, list[str]] = {}
+            for source, table in tables.items():
+                with _naming(source):
+                    names[source] = _survey(table, seen, progress)
             types = {name: evidence.arrow_type(name) for name, evidence in seen.items()}
             _say_left_out([name for name in types if types[name] is None])
             rows = 0
             for source, table in tables.items():
                 relative = source.relative_to(root) if source != root else Path(source.name)
                 target = work / f"{relative}.parquet"
-                if isinstance(table, ArrowTable):
-                    rows += _write(table.batches(progress), table.schema, target)
-                else:
-                    own = {name: dtype for name in names[source] if (dtype := types[name]) is not None}
-                    rows += _write(table.batches(own, progress), pa.schema(list(own.items())), target)
+                own = {name: dtype for name in names[source] if (dtype := types[name]) is not None}
+                with _naming(source):
+                    if isinstance(table, ArrowTable):
+                        rows += _write(table.batches(progress), table.schema, target)
+                    else:
+                        rows += _write(table.batches(own, progress), pa.schema(list(own.items())), target)
         return {"rows": rows, "evidence": {name: evidence.to_json() for name, evidence in seen.items()}}
 
     return make_once(final, parameters, "data.cache_dir", write)
@@ -121,6 +127,15 @@ def _open(source: Path, options: TableOptions) -> TextTable | JsonTable | ArrowT
     layout = sniff(source, options.separator, options.columns, options.label)
     layout.declared.update(options.declared)
     return TextTable(source, layout)
+
+
+@contextmanager
+def _naming(source: Path) -> Iterator[None]:
+    """Makes what Arrow cannot do with a file a message about it."""
+    try:
+        yield
+    except pa.ArrowException as error:
+        raise DataError(f"{source} cannot become Parquet: {error}. Mend that column, or leave it out") from error
 
 
 def _survey(table: TextTable | JsonTable | ArrowTable, seen: dict[str, Evidence], progress: Progress) -> list[str]:

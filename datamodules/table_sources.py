@@ -39,18 +39,30 @@ def table_sources(root: Path) -> list[Path]:
 
     In a folder with Parquet files the others are left out, and a line says so. The copies that a conversion left there
     do not count.
+
+    Raises:
+        DataError: a folder holds no table, or tables of several formats; a file is something else, or cannot be read.
     """
     if not root.is_dir():
         return [root] if root.is_file() and format_of(root) != "parquet" else []
     others = list_files(root, _IN_FOLDERS, _PACKED)
-    if not others:
-        return []
     parquet = [path for path in list_parquet(root) if not _is_copy(path, root)]
-    if parquet:
+    if not others and not parquet:
+        raise DataError(f"{root} holds no table (*.parquet, *{', *'.join(_IN_FOLDERS)}); name another place")
+    if parquet and others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         say(f"{root} holds Parquet files; what lies beside them is left out: {others[0].name}{more}")
-        return []
-    return others
+    return [] if parquet else _of_one_format(root, others)
+
+
+def _of_one_format(root: Path, files: list[Path]) -> list[Path]:
+    kinds = {format_of(path): path.name for path in files}
+    if len(kinds) > 1:
+        raise DataError(
+            f"{root} holds files of several formats ({', '.join(f'{name}: {kind}' for kind, name in kinds.items())}); "
+            f"set the path to one of them, or to a folder of one format"
+        )
+    return files
 
 
 def _is_copy(path: Path, root: Path) -> bool:

@@ -288,6 +288,7 @@ ERRORS: dict[str, tuple[bytes | str, str]] = {
     "wide.csv": ("label,a\n1,2\n".encode("utf-16"), r"is UTF-16; convert it with: iconv"),
     "book.xlsx": (b"PK\x03\x04" + bytes(99), r"is a zip archive or a workbook; unpack it, or save the sheet as CSV"),
     "binary.csv": (b"label,a\n1,\0\n", r"binary\.csv is no table: it is not text"),
+    "latin1.inter": (b"label:float\ta:token_seq\n1\tcaf\xe9\n", r"latin1\.inter cannot become Parquet: .*UTF8"),
     "cut.arrow": (FILES["a.arrow"][:-9], r"cut\.arrow cannot be read as Arrow IPC: .*Write it again"),
 }
 
@@ -300,6 +301,18 @@ def test_a_file_that_is_no_table_is_one_line(name: str, tmp_path: Path) -> None:
         module(path)
     assert "\n" not in str(caught.value)
     assert name == "header.csv" or not path.with_name(f"{name}.parquet").exists()
+
+
+def test_a_folder_of_several_formats_or_of_no_table_is_one_line(tmp_path: Path) -> None:
+    write(tmp_path / "a.csv", "label,a\n1,2\n")
+    write(tmp_path / "meta.json", "{}")
+    with pytest.raises(DataError, match=r"several formats \(a\.csv: text, meta\.json: json\); set the path to one"):
+        module(tmp_path)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match=r"none holds no table \(\*\.parquet, \*\.csv, \*\.tsv"):
+        module(tmp_path / "none")
+    with pytest.raises(DataError, match=r"data\.path='.*absent' does not exist; give a file"):
+        module(tmp_path / "absent")
 
 
 def test_columns_and_separators_that_do_not_fit(tmp_path: Path) -> None:
