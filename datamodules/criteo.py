@@ -113,7 +113,7 @@ class CriteoDataModule(HetDataModule):
         if absent:
             raise DataError(
                 f"data.{role}={getattr(self, role)!r} lacks the Criteo columns {', '.join(absent)}; expected label, "
-                f"I1 .. I13, C1 .. C26. For Parquet files with other columns use data=parquet"
+                f"I1 .. I13, C1 .. C26. For other columns use data=table"
             )
         return files
 

@@ -1,4 +1,4 @@
-"""``data=parquet``: bring your own Parquet files."""
+"""Parquet files of your own; ``data=table`` makes them of other formats."""
 
 from __future__ import annotations
 
