@@ -27,5 +27,5 @@ def convert_csv(root: Path, sources: list[Path], final: Path) -> None:
         DataError: as :func:`datamodules.table_convert.convert_table` does.
     """
     # Hexadecimal categories of digits alone would be taken for decimal numbers.
-    declared = dict.fromkeys(INTEGERS, "float") | dict.fromkeys(CATEGORICAL, "text")
-    convert_table(root, sources, final, TableOptions(separator=",", label=LABEL, declared=declared))
+    declared = dict.fromkeys(INTEGERS, "float") | dict.fromkeys(CATEGORICAL, "string")
+    convert_table(root, sources, final, TableOptions(separator=",", label=LABEL, types=declared))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os.path import expanduser
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from datamodules.atomic import read_manifest
 from datamodules.base import Role
@@ -32,6 +32,8 @@ class TableDataModule(ParquetDataModule):
         columns: the names of the columns of text without a header, in their order. A first line of these names is a
             header all the same.
         separator: between two values of text; None: tab, comma, semicolon, bar or ``::``, as the first lines tell.
+        types: the type of a column, where its values do not tell: ``string`` for numbers that are names, as codes and
+            postcodes are; ``integer`` or ``float``, where another value is an error. Arrow and Parquet keep theirs.
         cache_dir: where converted copies are kept; None: at ``<path>.parquet``.
 
     The others are those of :class:`datamodules.parquet.ParquetDataModule`.
@@ -42,13 +44,14 @@ class TableDataModule(ParquetDataModule):
         path: str,
         columns: list[str] | None = None,
         separator: str | None = None,
+        types: dict[str, Literal["string", "integer", "float"]] | None = None,
         cache_dir: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(path, **options)
         if separator is not None and (not separator or set(separator) & set('"\r\n')):
             raise DataError(f"data.separator={separator!r}; expected one or more characters, no quotes or line ends")
-        self.table_options = TableOptions(columns, separator, self.label)
+        self.table_options = TableOptions(columns, separator, self.label, dict(types or {}))
         self.cache_dir = cache_dir and expanduser(cache_dir)
 
     def prepare_data(self) -> None:

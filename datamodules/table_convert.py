@@ -18,7 +18,7 @@ from datamodules.errors import DataError
 from datamodules.progress import progress_bar, say
 from datamodules.table_arrow import ArrowTable
 from datamodules.table_json import JsonTable
-from datamodules.table_layout import Declared, sniff
+from datamodules.table_layout import sniff
 from datamodules.table_sources import Progress, format_of
 from datamodules.table_text import TextTable
 from datamodules.table_types import Evidence
@@ -37,13 +37,13 @@ class TableOptions:
         columns: the names of the columns of files without a header.
         separator: between two values; None: found.
         label: the label column's name, which tells a header from a row.
-        declared: what columns hold, where neither a header nor their values shall tell.
+        types: ``string``, ``integer`` or ``float`` of columns, where neither a header nor their values shall tell.
     """
 
     columns: list[str] | None = None
     separator: str | None = None
     label: str = "label"
-    declared: dict[str, Declared] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
 
 
 def copy_folder(path: Path, cache_dir: str | None) -> Path:
@@ -83,7 +83,7 @@ def convert_table(
     parameters = {
         "format": _FORMAT,
         "sources": [{"path": p, "bytes": s.st_size, "modified_ns": s.st_mtime_ns} for p, s in states],
-        "options": {"columns": options.columns, "separator": options.separator, "declared": options.declared},
+        "options": {"columns": options.columns, "separator": options.separator, "types": options.types},
         "known": known or {},
     }
 
@@ -101,6 +101,7 @@ def convert_table(
             for source, table in tables.items():
                 with _naming(source):
                     names[source] = _survey(table, seen, progress)
+            _declare(seen, options.types, root)
             types = {name: evidence.arrow_type(name) for name, evidence in seen.items()}
             _say_left_out([name for name in types if types[name] is None])
             rows = 0
@@ -125,7 +126,8 @@ def _open(source: Path, options: TableOptions) -> TextTable | JsonTable | ArrowT
     if kind == "json":
         return JsonTable(source)
     layout = sniff(source, options.separator, options.columns, options.label)
-    layout.declared.update(options.declared)
+    lists = {name for name, what in layout.declared.items() if what.endswith("_seq")}
+    layout.declared.update({name: what for name, what in options.types.items() if name not in lists})
     return TextTable(source, layout)
 
 
@@ -144,6 +146,14 @@ def _survey(table: TextTable | JsonTable | ArrowTable, seen: dict[str, Evidence]
     for name, evidence in found.items():
         seen.setdefault(name, Evidence()).add(evidence)
     return list(found)
+
+
+def _declare(seen: dict[str, Evidence], types: dict[str, str], root: Path) -> None:
+    unknown = [name for name in types if name not in seen]
+    if unknown:
+        raise DataError(f"data.types names {', '.join(unknown)}; {root} has: {', '.join(seen)}")
+    for name, what in types.items():
+        seen[name].declare(name, what)
 
 
 def _say_left_out(names: list[str]) -> None:

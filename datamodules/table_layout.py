@@ -12,7 +12,7 @@ from datamodules.table_sources import open_stream
 
 __all__ = ["Declared", "TextLayout", "shown", "sniff"]
 
-#: What a header says of a column, as RecBole writes it (``price:float``); ``text`` is for callers.
+#: What a header says of a column, as RecBole writes it (``price:float``), or what ``data.types`` says.
 Declared = str
 _DECLARED = re.compile(r"(.+):(token|float|token_seq|float_seq)")
 _SEPARATORS = ("\t", "::", ",", ";", "|")

@@ -68,18 +68,19 @@ class TextTable:
         """Flags, as far as the column's declaration leaves them open."""
         if declared is None or not flags:
             return flags
-        if declared == "text":
+        if declared == "string":
             return {"text"} | (flags & {"bytes"})
         if declared.startswith("token"):
             return {"text"} | flags if "fraction" in flags else flags
-        if "text" in flags:
-            row = next(i for i, value in enumerate(fields) if "text" in seen_in_texts(_one(value, declared)))
+        others = {"text", "fraction"} if declared == "integer" else {"text"}
+        if flags & others:
+            row = next(i for i, value in enumerate(fields) if seen_in_texts(_one(value, declared)) & others)
             raise DataError(
                 f"{self.path}, {self._line(rows + row)}: column {name!r} holds "
-                f"{shown(fields[row].as_py().decode(errors='replace'))}; expected {declared}. Mend it, or declare "
-                f"the column a token"
+                f"{shown(fields[row].as_py().decode(errors='replace'))}; expected {declared}. Mend it, or set "
+                f"data.types={{{name}: string}}"
             )
-        return {"fraction"}
+        return flags if declared == "integer" else {"fraction"}
 
     @contextmanager
     def _open(self, types: dict[str, pa.DataType], progress: Progress) -> Iterator[arrow_csv.CSVStreamingReader]:

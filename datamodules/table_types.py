@@ -43,6 +43,25 @@ class Evidence:
             self.items = self.items or Evidence()
             self.items.add(other.items)
 
+    def declare(self, name: str, what: str) -> None:
+        """Makes the type what the user says it is: ``string``, ``float`` or ``integer``; of a list, its elements'.
+
+        Raises:
+            DataError: values are something else.
+        """
+        flags = (self.items or self).flags
+        if what == "string":
+            flags.add("text")
+            return
+        others = {"text", "bytes", "boolean", "struct"} | ({"fraction"} if what == "integer" else set())
+        if flags & others:
+            raise DataError(
+                f"column {name!r} holds {' and '.join(sorted(flags & others))} values; data.types says {what}. Mend "
+                f"them, or set data.types={{{name}: string}}"
+            )
+        flags -= {"leading_zero"}
+        flags |= {"fraction" if what == "float" else "integer"}
+
     def to_json(self) -> list[Any]:
         return [sorted(self.flags), self.items and self.items.to_json()]
 

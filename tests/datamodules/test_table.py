@@ -212,6 +212,23 @@ def test_validation_rows_have_the_types_of_the_training_rows(tmp_path: Path) -> 
     assert batch.dense_features.tolist() == [[2.0]]
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_types_that_the_user_gives(name: str, tmp_path: Path) -> None:
+    rows = [{"label": 1, "code": 7, "price": 2, "t": "x"}, {"label": 0, "code": 8, "price": 3, "t": "y"}]
+    if name == "a.csv":
+        path = write(tmp_path / name, "label,code,price,t\n1,7,2,x\n0,8,3,y\n")
+    else:
+        path = write(tmp_path / name, "\n".join(map(json.dumps, rows)))
+    data = module(path, types={"code": "string", "price": "float", "label": "integer"})
+    assert types_in(path) == {"label": "int64", "code": "string", "price": "double", "t": "string"}
+    assert column(data, "code") == [fnv1a(b"7"), fnv1a(b"8")]
+    where = r"a\.csv, line 2: column 't' holds 'x'; expected" if name == "a.csv" else "holds text values; .* says"
+    with pytest.raises(DataError, match=f"{where} integer.* set data.types={{t: string}}"):
+        module(path, types={"t": "integer"})
+    with pytest.raises(DataError, match=r"data\.types names cod; .*a\.(csv|jsonl) has: label, code, price, t$"):
+        module(path, types={"cod": "string"})
+
+
 def test_headers_of_recbole(tmp_path: Path) -> None:
     text = (
         "user:token\tprice:float\ttags:token_seq\tids:token_seq\tvec:float_seq\tcode:token\tlabel:float\n"
