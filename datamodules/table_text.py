@@ -39,14 +39,21 @@ class TextTable:
         """What is known of every column, after a look at all values.
 
         Raises:
-            DataError: a row has too many or too few fields, or a column is not what the header says.
+            DataError: a row has too many or too few fields, a quote is open, or a column is not what it is said to be.
         """
         found = {name: Evidence() for name in self.layout.names}
-        rows = 0
+        rows, last = 0, b""
         for batch in self._read({name: pa.binary() for name in found}, progress):
             for name, values in zip(batch.schema.names, batch.columns, strict=True):
                 self._look(name, values, rows, found[name])
             rows += len(batch)
+            if len(batch):
+                last = batch.columns[-1][-1].as_py()
+        if last.endswith(b"\n"):  # the end of the file, as that of a value
+            raise DataError(
+                f"{self.path}, {self._line(rows - 1)}: the quote before {shown(last.decode(errors='replace'))} is "
+                f"never closed; close it, or double it within a value"
+            )
         return found
 
     def batches(self, types: dict[str, pa.DataType], progress: Progress) -> Iterator[pa.RecordBatch]:

@@ -289,6 +289,8 @@ ERRORS: dict[str, tuple[bytes | str, str]] = {
     "short.csv": ('label,a\n1,"x\ny"\n\n0\n', r"csv, line 5: the row '0' has 1 fields; expected 2, separated by ','"),
     "long.tsv": ("label\ta\n1\t2\t3\n", r"long\.tsv, line 2: the row '1\\t2\\t3' has 3 fields; expected 2"),
     "long.dat": ("label::a\n1::2\n1::2::3\n", r"long\.dat, line 3: the row .* has 3 fields"),
+    "quote.tsv": ('label\ta\n1\tx\n1\t"y\n0\tz\n', r"line 3: the quote before 'y\\n0\\tz\\n' is never closed"),
+    "quotes.tsv": ('label\ta\tb\n1\t"y\t2\n0\tz\t3\n', r"quotes\.tsv, line 2: the row .* has 2 fields; expected 3"),
     "float.inter": ("label:float\ta:float\n1\t2\n0\tno\n", r"inter, line 3: column 'a' holds 'no'; expected float\."),
     "seq.inter": ("label:float\ta:float_seq\n1\t2 3\n0\t4 no\n", "column 'a' holds '4 no'; expected float_seq"),
     "bare.csv": ("1,2,a\n0,3,b\n", r"line 1 is no header: '1,2,a'\. Name its 3 columns, .*: data\.columns="),
