@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from os.path import expanduser
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from datamodules.atomic import read_manifest
 from datamodules.base import HetDataModule, Role
 from datamodules.columns import DenseColumn, SparseColumn
 from datamodules.criteo_convert import convert
+from datamodules.criteo_csv import convert_csv, has_csv_header
 from datamodules.criteo_layout import CATEGORICAL, INTEGERS, LABEL, MISSING
 from datamodules.errors import DataError
 from datamodules.files import ParquetFiles, list_parquet, natural_key
@@ -18,6 +18,7 @@ from datamodules.progress import say
 from datamodules.reader import Columns
 from datamodules.synthetic import synthetic_folder
 from datamodules.synthetic_rows import SyntheticRows, write_synthetic
+from datamodules.table_convert import copy_folder
 from hetrec.data import FeatureSpec, SparseFeature, TableSpec
 
 __all__ = ["CriteoDataModule"]
@@ -39,8 +40,9 @@ class CriteoDataModule(HetDataModule):
     * If ``path`` is the default and nothing is there, a generated set of 200,000 rows takes its place (and says so).
 
     Args:
-        path: a text file (``.gz`` or not), a folder of them, a Parquet file or a folder of those. Parquet has the
-            columns ``label``, ``I1 .. I13`` (raw integers) and ``C1 .. C26`` (integers or hexadecimal strings).
+        path: a text file (``.gz`` or not), a folder of them, a Parquet file or a folder of those. Parquet, and CSV with
+            a header, have the columns ``label``, ``I1 .. I13`` (raw integers) and ``C1 .. C26`` (integers, in Parquet,
+            or hexadecimal strings).
         val_path: the same, for validation.
         test_path: the same, for testing.
         cache_dir: where converted copies are kept; None: at ``<path>.parquet``.
@@ -111,7 +113,7 @@ class CriteoDataModule(HetDataModule):
         if absent:
             raise DataError(
                 f"data.{role}={getattr(self, role)!r} lacks the Criteo columns {', '.join(absent)}; expected label, "
-                f"I1 .. I13, C1 .. C26. For Parquet files with other columns use data=parquet"
+                f"I1 .. I13, C1 .. C26. For other columns use data=table"
             )
         return files
 
@@ -130,7 +132,10 @@ class CriteoDataModule(HetDataModule):
         if not sources:
             return path
         folder = self._copy_folder(path)
-        convert(sources, folder)
+        if has_csv_header(sources[0]):
+            convert_csv(path, sources, folder)
+        else:
+            convert(sources, folder)
         return folder
 
     def _stand_in(self) -> Path:
@@ -180,10 +185,7 @@ class CriteoDataModule(HetDataModule):
         return texts
 
     def _copy_folder(self, path: Path) -> Path:
-        if self.cache_dir is None:
-            return path.with_name(f"{path.name}.parquet")
-        digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
-        return Path(self.cache_dir) / f"{path.name}-{digest}"
+        return copy_folder(path, self.cache_dir)
 
     def _stand_in_folder(self) -> Path:
         return synthetic_folder(Path(DEFAULT_PATH).parent / "synthetic", _STAND_IN)

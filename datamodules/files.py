@@ -15,7 +15,17 @@ import pyarrow.parquet as pq
 from datamodules.columns import Kind, kind_of
 from datamodules.errors import DataError
 
-__all__ = ["Column", "ParquetFiles", "list_parquet", "natural_key", "open_parquet", "read_column", "stamp", "widen"]
+__all__ = [
+    "Column",
+    "ParquetFiles",
+    "list_files",
+    "list_parquet",
+    "natural_key",
+    "open_parquet",
+    "read_column",
+    "stamp",
+    "widen",
+]
 
 _BUFFER_BYTES = 1 << 18  # per column of an open row group; without it a whole column chunk is loaded at once
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -27,21 +37,25 @@ def natural_key(path: Path) -> list[tuple[int, int, str]]:
 
 
 def list_parquet(path: Path) -> list[Path]:
-    """The Parquet files at ``path``: itself, or all below it in natural order. Links are followed.
+    """The Parquet files at ``path``: itself, or all below it as in :func:`list_files`."""
+    return [path] if path.is_file() else list_files(path, (".parquet", ".pq"))
 
-    Names that begin with ``_`` or ``.`` are not data.
+
+def list_files(folder: Path, suffixes: tuple[str, ...], packed: tuple[str, ...] = ()) -> list[Path]:
+    """The files below ``folder`` with one of the suffixes, in natural order. Links are followed.
+
+    Names that begin with ``_`` or ``.`` are not data. One of the suffixes ``packed`` may come on top.
 
     Raises:
         DataError: a folder cannot be read, or a link leads nowhere.
     """
-    if path.is_file():
-        return [path]
     found = []
-    seen = {os.path.realpath(path)}  # a link to a folder above would lead in circles
-    for folder, folders, names in os.walk(path, onerror=_cannot_list, followlinks=True):
-        folders[:] = [n for n in sorted(folders) if _is_data(n) and _is_new(os.path.join(folder, n), seen)]
-        for file in (Path(folder, name) for name in names if _is_data(name)):
-            if file.suffix.lower() not in (".parquet", ".pq"):
+    seen = {os.path.realpath(folder)}  # a link to a folder above would lead in circles
+    for path, folders, names in os.walk(folder, onerror=_cannot_list, followlinks=True):
+        folders[:] = [n for n in sorted(folders) if _is_data(n) and _is_new(os.path.join(path, n), seen)]
+        for file in (Path(path, name) for name in names if _is_data(name)):
+            unpacked = file.with_suffix("") if file.suffix.lower() in packed else file
+            if unpacked.suffix.lower() not in suffixes:
                 continue
             if file.is_symlink() and not file.exists():
                 raise DataError(f"{file} is a link that leads nowhere ({os.readlink(file)}); mend or remove it")
@@ -123,7 +137,7 @@ class ParquetFiles:
         if not root.exists():
             if root.is_symlink():
                 raise DataError(f"{what}={str(root)!r} is a link that leads nowhere ({os.readlink(root)})")
-            raise DataError(f"{what}={str(root)!r} does not exist; give a Parquet file or a folder of them")
+            raise DataError(f"{what}={str(root)!r} does not exist; give a file or a folder of them")
         paths = list_parquet(root)
         if not paths:
             raise DataError(

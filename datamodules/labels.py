@@ -23,10 +23,12 @@ class LabelRule:
     Attributes:
         negative: the value that stands for 0. Where it is not 0, every other label is 1.
         missing: what a missing label (null, NaN, an empty string) counts as; None: it is an error.
+        threshold: the least value that is 1; those below are 0. None: the values are labels themselves.
     """
 
     negative: float = 0.0
     missing: float | None = None
+    threshold: float | None = None
 
 
 def label_values(column: pa.Array, name: str, where: str, rule: LabelRule | None = None) -> npt.NDArray[np.float32]:
@@ -39,7 +41,10 @@ def label_values(column: pa.Array, name: str, where: str, rule: LabelRule | None
     """
     values = _numbers(column, name, where)  # nulls are NaN
     negative = 0.0 if rule is None else rule.negative
-    if negative != 0:
+    if rule is not None and rule.threshold is not None:
+        bad = np.zeros(len(values), dtype=bool)
+        values = np.where(np.isnan(values), values, values >= rule.threshold)
+    elif negative != 0:
         bad = ~(np.isnan(values) | (values == negative) | (values == 1))
         values = np.where(values == negative, 0.0, values)
     else:
@@ -51,9 +56,15 @@ def label_values(column: pa.Array, name: str, where: str, rule: LabelRule | None
         value = column[int(np.flatnonzero(bad)[0])].as_py()
         raise DataError(
             f"{where}: label column {name!r} holds {value!r}; expected "
-            f"{'0 or 1' if negative == 0 else f'{negative:g} or 1'} in every row" + _remedy(value, rule)
+            f"{_expected(rule)} in every row" + _remedy(value, rule)
         )
     return values.astype(np.float32)
+
+
+def _expected(rule: LabelRule | None) -> str:
+    if rule is not None and rule.threshold is not None:
+        return "a number"
+    return "0 or 1" if rule is None or rule.negative == 0 else f"{rule.negative:g} or 1"
 
 
 def _remedy(value: object, rule: LabelRule | None) -> str:
@@ -63,7 +74,10 @@ def _remedy(value: object, rule: LabelRule | None) -> str:
         return ". Where a missing label means 0 (not clicked), set data.null_label=0; else leave those rows out"
     if str(value) in ("-1", "-1.0") and rule.negative == 0:
         return ". Where labels are -1 and 1, set data.negative_label=-1"
-    return ". Write the column as 0 and 1, or name the right one with data.label"
+    return (
+        ". Write the column as 0 and 1, name the right one with data.label, or set data.label_threshold to the least "
+        "value that counts as 1"
+    )
 
 
 def _numbers(column: pa.Array, name: str, where: str) -> npt.NDArray[np.float64]:

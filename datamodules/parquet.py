@@ -1,4 +1,4 @@
-"""``data=parquet``: bring your own Parquet files."""
+"""Parquet files of your own; ``data=table`` makes them of other formats."""
 
 from __future__ import annotations
 
@@ -51,6 +51,8 @@ class ParquetDataModule(HetDataModule):
         test_path: the same, for testing.
         label: the label column: numbers from 0 to 1, booleans, or strings of either (``"0"``, ``"true"``).
         negative_label: the label that means 0; -1 where labels are -1 and 1.
+        label_threshold: the least label that counts as 1, as 4 of a rating from 1 to 5; those below are 0. None: labels
+            are from 0 to 1.
         null_label: what a missing label counts as, from 0 to 1. None: a missing label is an error.
         dense: the dense columns, or None to find them.
         sparse: the sparse columns, or None to find them.
@@ -70,6 +72,7 @@ class ParquetDataModule(HetDataModule):
         label: str = "label",
         negative_label: float = 0.0,
         null_label: float | None = None,
+        label_threshold: float | None = None,
         dense: list[str] | None = None,
         sparse: list[str] | None = None,
         weights: dict[str, str] | None = None,
@@ -104,8 +107,10 @@ class ParquetDataModule(HetDataModule):
             raise DataError("data.negative_label=1; expected another number, 1 is the label of a click")
         if null_label is not None and not 0 <= null_label <= 1:
             raise DataError(f"data.null_label={null_label}; expected a label from 0 to 1, or null")
+        if negative_label != 0 and label_threshold is not None:
+            raise DataError("data.negative_label and data.label_threshold exclude each other; give one")
         self.label = label
-        self.label_rule = LabelRule(negative_label, null_label)
+        self.label_rule = LabelRule(negative_label, null_label, label_threshold)
         self.dense = dense
         self.sparse = sparse
         self.weights = weights or {}

@@ -355,7 +355,7 @@ def test_parquet_with_other_columns_is_refused_by_name(tmp_path: Path) -> None:
     import pyarrow as pa
 
     pq.write_table(pa.table({"label": [0], "I1": [0]}), tmp_path / "x.parquet")
-    with pytest.raises(DataError, match=r"lacks the Criteo columns I2, .*C26.*data=parquet"):
+    with pytest.raises(DataError, match=r"lacks the Criteo columns I2, .*C26.*data=table"):
         module(tmp_path / "x.parquet")
 
 

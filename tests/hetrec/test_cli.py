@@ -361,17 +361,14 @@ def criteo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
-def parquet(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    import pyarrow as pa
-
-    path = tmp_path_factory.mktemp("parquet")
-    columns = {"label": [n % 2 for n in range(200)], "user": [n % 7 for n in range(200)], "price": [0.5] * 200}
-    pq.write_table(pa.table(columns), path / "rows.parquet")
-    return ("data=parquet", f"data.path={path}", "data.batch_size=32")
+def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    path = tmp_path_factory.mktemp("table") / "rows.csv"
+    path.write_text("label,user,price\n" + "".join(f"{n % 2},{n % 7},0.5\n" for n in range(200)))
+    return ("data=table", f"data.path={path}", "data.batch_size=32")
 
 
 @pytest.mark.parametrize("model", ["wdl", "deepfm", "dcn"])
-@pytest.mark.parametrize("data", ["rows", "criteo", "parquet"])
+@pytest.mark.parametrize("data", ["rows", "criteo", "table"])
 def test_every_model_fits_evaluates_and_predicts_on_every_kind_of_data(
     model: str, data: str, request: pytest.FixtureRequest
 ) -> None:
