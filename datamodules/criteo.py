@@ -59,7 +59,7 @@ class CriteoDataModule(HetDataModule):
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
         split: Literal["hash", "order"] = "hash",
-        batch_size: int = 2048,
+        batch_size: int | None = None,
         num_workers: int = 0,
         lookahead: int = 1,
         shuffle: bool = True,
