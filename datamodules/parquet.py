@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from datamodules.base import HetDataModule, Role
 from datamodules.columns import DenseColumn, Kind, SparseColumn
@@ -212,6 +212,31 @@ class ParquetDataModule(HetDataModule):
                     f"the paths before; write the files with one type"
                 )
             kind = both
+
+    def state_dict(self) -> dict[str, Any]:
+        """The kinds of keys, for a checkpoint."""
+        return {"key_kinds": self._key_kinds()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """
+        Raises:
+            DataError: a column holds another kind of keys than the rows that the checkpoint was trained on.
+        """
+        trained = state_dict.get("key_kinds", {})
+        for name, kind in self._key_kinds().items():
+            if kind != trained.get(name, kind) and "null" not in (kind, trained[name]):
+                raise DataError(
+                    f"column {name!r} is {kind} in data.path={self.path!r}, and was {trained[name]} where the "
+                    f"checkpoint was trained: no key would be the same. Write it with that type (in text files: "
+                    f"data.types)"
+                )
+
+    def _key_kinds(self) -> dict[str, str]:
+        """Of each sparse column: string or integer, of lists too; null where all is missing."""
+        columns = self._open("path").columns
+        kinds = {name: columns[name].kind for name in self.spec.sparse_names if name in columns}
+        plain = {name: kind.removeprefix("list<").removesuffix(">") for name, kind in kinds.items()}
+        return {name: "integer" if kind == "float" else kind for name, kind in plain.items()}
 
     def _roles(self) -> list[Role]:
         return [role for role in get_args(Role) if getattr(self, role) is not None]

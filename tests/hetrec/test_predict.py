@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import pytest
@@ -61,6 +62,12 @@ def test_rows_without_labels_in_another_order_of_columns(capfd: pytest.CaptureFi
     assert scores.column_names == ["request", "probability"]
     assert scores["request"].to_pylist() == request.to_pylist()
     np.testing.assert_allclose(scores["probability"].to_numpy(), expected, rtol=0, atol=1e-6)
+
+    digits = turned.set_column(0, "item", pc.cast(turned["item"], pa.int64()))
+    pq.write_table(digits, "digits.parquet")
+    assert predict("digits.parquet", "x.csv") in (1, 2)
+    message = "column 'item' is integer in data.path='digits.parquet', and was string where the checkpoint was trained"
+    assert message in " ".join(capfd.readouterr().err.split())
 
     unseen = new.set_column(3, "user", pa.array([10**12] * 90)).set_column(4, "item", pa.array(["new"] * 90))
     pq.write_table(unseen.drop_columns("label"), "unseen.parquet")
