@@ -201,7 +201,7 @@ def edited(state: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         ({"clock": lambda c: c - 9}, r"embedding_bags\.t0\.clock reaches from -\d+"),
         ({"clock": lambda c: c + (1 << 48)}, r"embedding_bags\.t0\.clock reaches from"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )  # fmt: skip
 def test_what_does_not_fit_is_an_error_by_name(changes: dict[str, Any], message: str) -> None:
     program = Program("adagrad")
