@@ -15,7 +15,7 @@ from datamodules.labels import LabelRule
 from datamodules.progress import say
 from datamodules.reader import Columns
 from datamodules.whole_numbers import whole_float_columns
-from hetrec.data import FeatureSpec, SparseFeature, TableSpec
+from hetrec.data import FeatureSpec, Normalization, SparseFeature, TableSpec
 
 __all__ = ["ParquetDataModule"]
 
@@ -36,7 +36,7 @@ class ParquetDataModule(HetDataModule):
     Keys, without a vocabulary (see :mod:`datamodules.keys`): an integer is its own key, uint64 by its bits; a string is
     hashed; a missing value, and a missing list, is a key of its own. A list is a bag of keys, pooled by the table. In a
     table with a size n the keys are ``0 .. n - 1``, strings are hashed into that range, and missing is row n, which the
-    table has in addition. Missing dense values are 0. A float column that ``sparse`` names holds integers, as ids with
+    table has in addition. A float column that ``sparse`` names holds integers, as ids with
     gaps do in pandas; NaN is missing there too.
 
     Files may differ: a column may be missing (all its values are, and a line says so), all null, a dictionary here and
@@ -58,6 +58,9 @@ class ParquetDataModule(HetDataModule):
         tables: the table of a sparse column, where that is not one of its own. Columns with one table share its rows.
         sizes: the number of keys of a table, where it has a size.
         pooling: ``sum`` or ``mean``, per table; not named is ``sum``.
+        normalize: how the model normalises dense columns (:class:`hetrec.dense_normalizer.DenseNormalizer`), for all
+            of them, or for some by name; those not named are ``auto``. With ``none`` for all, batches hold them as
+            float32, missing values as 0, and an infinite value is an error.
 
     The others are those of :class:`datamodules.base.HetDataModule`.
     """
@@ -76,6 +79,7 @@ class ParquetDataModule(HetDataModule):
         tables: dict[str, str] | None = None,
         sizes: dict[str, int] | None = None,
         pooling: dict[str, Pooling] | None = None,
+        normalize: Normalization | dict[str, Normalization] = "auto",
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
         split: Literal["hash", "order"] = "hash",
@@ -112,6 +116,7 @@ class ParquetDataModule(HetDataModule):
         self.tables = tables or {}
         self.sizes = sizes or {}
         self.pooling = pooling or {}
+        self.normalize = normalize
         self._told: set[Role] = set()  # setup is called for every stage; what it found is said once
 
     @cached_property
@@ -145,12 +150,32 @@ class ParquetDataModule(HetDataModule):
                 for name in named
             ),
             label=self.label,
+            normalize=self._normalize(dense),
         )
+
+    def _normalize(self, dense: list[str]) -> tuple[Normalization, ...]:
+        """How each dense column is normalised; empty where none is."""
+        methods: dict[str, Normalization]
+        if isinstance(self.normalize, str):
+            methods = dict.fromkeys(dense, self.normalize)
+        else:
+            unknown = [name for name in self.normalize if name not in dense]
+            if unknown:
+                raise DataError(
+                    f"data.normalize names {', '.join(unknown)}; the dense columns are: {', '.join(dense) or 'none'}"
+                )
+            methods = {name: self.normalize.get(name, "auto") for name in dense}
+        for name, method in methods.items():
+            if method not in get_args(Normalization):
+                raise DataError(
+                    f"data.normalize gives {name} {method!r}; expected one of {', '.join(get_args(Normalization))}"
+                )
+        return () if set(methods.values()) <= {"none"} else tuple(methods.values())
 
     def columns(self, labelled: bool) -> Columns:
         spec = self.spec
         return Columns(
-            dense=tuple(DenseColumn(name) for name in spec.dense),
+            dense=tuple(DenseColumn(name, raw=bool(spec.normalize)) for name in spec.dense),
             sparse=tuple(
                 SparseColumn(
                     name=f.name,
