@@ -46,6 +46,7 @@ from hetrec.ranks import (
     tell_error,
 )
 from hetrec.task import HetTask
+from hetrec.trained_columns import use_trained_columns
 
 __all__ = ["HetCLI", "main"]
 
@@ -95,13 +96,17 @@ class HetCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Settings come from this command line and its files alone; a checkpoint brings back state.
 
-        Lightning's own merges hyper-parameters saved in the checkpoint over the command line.
+        Lightning's own merges hyper-parameters saved in the checkpoint over the command line. Only columns that the
+        data module would find by itself are those that the checkpoint was trained with.
         """
-        path = self.config[self.config.subcommand].get("ckpt_path")
+        settings = self.config[self.config.subcommand]
+        path = settings.get("ckpt_path")
         if path is not None and not Path(path).is_file():
             raise UserError(
                 f"no checkpoint file at {path!r}; a run's checkpoints are in its folder: RUN/checkpoints/*.ckpt"
             )
+        if path is not None:
+            use_trained_columns(settings.data.init_args, Path(path))
 
     def after_instantiate_classes(self) -> None:
         settings = self.config_init[self.subcommand]

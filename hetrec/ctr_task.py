@@ -19,6 +19,7 @@ from hetrec.embedding_bag import HetEmbeddingBagCollection
 from hetrec.metrics import CTRMetrics
 from hetrec.tables import embedding_bag_tables
 from hetrec.task import HetTask
+from hetrec.trained_columns import remember_columns
 
 __all__ = ["CTRTask"]
 
@@ -90,6 +91,10 @@ class CTRTask(HetTask):
         own = datamodule.dense_statistics()
         shares = [self.trainer.strategy.broadcast(own, src=rank) for rank in range(self.trainer.world_size)]
         return reduce(DenseStatistics.merge, shares)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        remember_columns(checkpoint, self.spec)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         normalized = "normalizer.mean_N" in checkpoint["state_dict"]
