@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pytorch_lightning import LightningDataModule
 from torch import distributed
 
+from datamodules.dense_pass import dense_statistics
 from datamodules.errors import DataError
 from datamodules.files import ParquetFiles, read_column
 from datamodules.loader import ParquetLoader
@@ -18,6 +19,7 @@ from datamodules.plan import EpochPlan, Rows, Unit, make_units
 from datamodules.progress import say
 from datamodules.reader import Columns, WindowReader
 from hetrec.data import FeatureSpec
+from hetrec.dense_statistics import DenseStatistics
 from hetrec.lookahead import LookaheadLoader
 
 __all__ = ["HetDataModule", "Role"]
@@ -193,6 +195,14 @@ class HetDataModule(LightningDataModule):
         if ranges[split] == (0.0, 1.0):
             return files, Rows(0, total)
         return files, Rows(0, total, ranges[split], self.seed)
+
+    def dense_statistics(self) -> DenseStatistics:
+        """Of this rank's share of the training rows, for the normalisation of raw dense columns. One pass over them."""
+        rows = self._split_rows("train")[1]
+        rank, world_size = self._rank()
+        return dense_statistics(
+            self._open("path"), rows, self._units_of("path", rows), self.columns(False).dense, rank, world_size
+        )
 
     def train_dataloader(self) -> LookaheadLoader:
         # overfit_batches asks for the same batches in every epoch.

@@ -99,10 +99,16 @@ class SparseColumn:
 
 @dataclass(frozen=True)
 class DenseColumn:
-    """How one dense column is read. ``log``: as ``log(1 + max(x, 0))``. Missing values are 0."""
+    """How one dense column is read.
+
+    Attributes:
+        log: as ``log(1 + max(x, 0))``. Missing values are 0.
+        raw: as it is, for a model that normalises it: missing values are NaN, infinite ones stay.
+    """
 
     name: str
     log: bool = False
+    raw: bool = False
 
 
 def keys(column: pa.Array, feature: SparseColumn, where: str) -> npt.NDArray[np.int64]:
@@ -312,22 +318,25 @@ def _bag_weights(
     return result
 
 
-def dense_values(column: pa.Array, dense: DenseColumn, where: str) -> npt.NDArray[np.float32]:
-    """Dense values, float32 (n,); missing and NaN are 0.
+def dense_values(column: pa.Array, dense: DenseColumn, where: str) -> npt.NDArray[np.float32] | npt.NDArray[np.float64]:
+    """Dense values, float32 (n,), missing and NaN are 0; raw ones float64, missing ones NaN.
 
     Raises:
-        DataError: the column is not numeric, or holds an infinite value.
+        DataError: the column is not numeric, or holds an infinite value and is not raw.
     """
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     kind = kind_of(column.type)
     if kind == "null":
-        return np.zeros(len(column), dtype=np.float32)
+        return np.full(len(column), np.nan) if dense.raw else np.zeros(len(column), dtype=np.float32)
     if kind not in ("integer", "float"):
         raise DataError(
             f"{where}: dense column {dense.name!r} has type {column.type}; expected numbers. "
             f"Write it as numbers (a date as its days), or name it under sparse if it holds strings or lists"
         )
+    if dense.raw:
+        raw: npt.NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        return raw
     column = column.cast(pa.float32(), safe=False)
     values = column.fill_null(0).to_numpy(zero_copy_only=False) if column.null_count else column.to_numpy()
     if kind == "float":

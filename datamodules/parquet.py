@@ -6,6 +6,8 @@ import re
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from pytorch_lightning.trainer.states import TrainerFn
+
 from datamodules.base import HetDataModule, Role
 from datamodules.columns import DenseColumn, Kind, SparseColumn
 from datamodules.errors import DataError
@@ -14,8 +16,9 @@ from datamodules.keys import MISSING_KEY
 from datamodules.labels import LabelRule
 from datamodules.progress import say
 from datamodules.reader import Columns
+from datamodules.roles import USELESS, Profiles, likely_labels, print_columns
 from datamodules.whole_numbers import whole_float_columns
-from hetrec.data import FeatureSpec, SparseFeature, TableSpec
+from hetrec.data import FeatureSpec, Normalization, SparseFeature, TableSpec
 
 __all__ = ["ParquetDataModule"]
 
@@ -30,13 +33,14 @@ class ParquetDataModule(HetDataModule):
     Columns that are not named are found from the schema: floats are dense; integers, booleans, strings, dictionaries
     and lists of integers or strings are sparse. What is named ``label``, or as the weights of another column, is
     neither. Columns of other types (timestamps, structs, lists of floats) and the index of a pandas table are left
-    out, and a line says so. Where ``dense`` or ``sparse`` is given, exactly those columns are used; an empty list means
-    none.
+    out, and a line says so. So are identifiers, of which nearly every row has its own, and constant columns, in tables
+    of 200 rows or more. Where ``dense`` or ``sparse`` is given, exactly those columns are used; an empty list means
+    none. A fit begins with a table of all columns and their roles.
 
     Keys, without a vocabulary (see :mod:`datamodules.keys`): an integer is its own key, uint64 by its bits; a string is
     hashed; a missing value, and a missing list, is a key of its own. A list is a bag of keys, pooled by the table. In a
     table with a size n the keys are ``0 .. n - 1``, strings are hashed into that range, and missing is row n, which the
-    table has in addition. Missing dense values are 0. A float column that ``sparse`` names holds integers, as ids with
+    table has in addition. A float column that ``sparse`` names holds integers, as ids with
     gaps do in pandas; NaN is missing there too.
 
     Files may differ: a column may be missing (all its values are, and a line says so), all null, a dictionary here and
@@ -56,10 +60,14 @@ class ParquetDataModule(HetDataModule):
         null_label: what a missing label counts as, from 0 to 1. None: a missing label is an error.
         dense: the dense columns, or None to find them.
         sparse: the sparse columns, or None to find them.
+        ignore: columns that are no features, whatever they look like.
         weights: the column of bag weights of a sparse column, as in ``{"tags": "tag_weights"}``.
         tables: the table of a sparse column, where that is not one of its own. Columns with one table share its rows.
         sizes: the number of keys of a table, where it has a size.
         pooling: ``sum`` or ``mean``, per table; not named is ``sum``.
+        normalize: how the model normalises dense columns (:class:`hetrec.dense_normalizer.DenseNormalizer`), for all
+            of them, or for some by name; those not named are ``auto``. With ``none`` for all, batches hold them as
+            float32, missing values as 0, and an infinite value is an error.
 
     The others are those of :class:`datamodules.base.HetDataModule`.
     """
@@ -75,10 +83,12 @@ class ParquetDataModule(HetDataModule):
         label_threshold: float | None = None,
         dense: list[str] | None = None,
         sparse: list[str] | None = None,
+        ignore: list[str] | None = None,
         weights: dict[str, str] | None = None,
         tables: dict[str, str] | None = None,
         sizes: dict[str, int] | None = None,
         pooling: dict[str, Pooling] | None = None,
+        normalize: Normalization | dict[str, Normalization] = "auto",
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
         split: Literal["hash", "order"] = "hash",
@@ -113,10 +123,13 @@ class ParquetDataModule(HetDataModule):
         self.label_rule = LabelRule(negative_label, null_label, label_threshold)
         self.dense = dense
         self.sparse = sparse
+        self.ignore = ignore or []
         self.weights = weights or {}
         self.tables = tables or {}
         self.sizes = sizes or {}
         self.pooling = pooling or {}
+        self.normalize = normalize
+        self.useless: dict[str, str] = {}  # columns that tell nothing, and why
         self._told: set[Role] = set()  # setup is called for every stage; what it found is said once
 
     @cached_property
@@ -124,7 +137,9 @@ class ParquetDataModule(HetDataModule):
         """From the files' footers. ``expected_rows`` of a table without a size: the span of its integers, at most the
         number of rows."""
         files = self._open("path")
+        self._check_ignored(files)
         dense, sparse = self._dense(files), self._sparse(files)
+        self._say_useless(files, dense, sparse)
         whole = whole_float_columns(files, dense) if self.dense is None else []
         if whole:
             say(
@@ -150,12 +165,32 @@ class ParquetDataModule(HetDataModule):
                 for name in named
             ),
             label=self.label,
+            normalize=self._normalize(dense),
         )
+
+    def _normalize(self, dense: list[str]) -> tuple[Normalization, ...]:
+        """How each dense column is normalised; empty where none is."""
+        methods: dict[str, Normalization]
+        if isinstance(self.normalize, str):
+            methods = dict.fromkeys(dense, self.normalize)
+        else:
+            unknown = [name for name in self.normalize if name not in dense]
+            if unknown:
+                raise DataError(
+                    f"data.normalize names {', '.join(unknown)}; the dense columns are: {', '.join(dense) or 'none'}"
+                )
+            methods = {name: self.normalize.get(name, "auto") for name in dense}
+        for name, method in methods.items():
+            if method not in get_args(Normalization):
+                raise DataError(
+                    f"data.normalize gives {name} {method!r}; expected one of {', '.join(get_args(Normalization))}"
+                )
+        return () if set(methods.values()) <= {"none"} else tuple(methods.values())
 
     def columns(self, labelled: bool) -> Columns:
         spec = self.spec
         return Columns(
-            dense=tuple(DenseColumn(name) for name in spec.dense),
+            dense=tuple(DenseColumn(name, raw=bool(spec.normalize)) for name in spec.dense),
             sparse=tuple(
                 SparseColumn(
                     name=f.name,
@@ -249,7 +284,7 @@ class ParquetDataModule(HetDataModule):
         if self.dense is not None:
             self._check_exist(self.dense, files, "data.dense")
             return self.dense
-        return [c.name for c in self._free(files, self.sparse) if c.kind == "float"]
+        return self._telling(files, [c.name for c in self._free(files, self.sparse) if c.kind == "float"])
 
     def _sparse(self, files: ParquetFiles) -> list[str]:
         if self.sparse is not None:
@@ -257,7 +292,7 @@ class ParquetDataModule(HetDataModule):
             found = self.sparse
         else:
             free = self._free(files, self.dense)
-            found = [c.name for c in free if c.kind in (*_KEYS, "null")]
+            found = self._telling(files, [c.name for c in free if c.kind in (*_KEYS, "null")])
             self._say_left_out(files, [c for c in free if c.kind in ("other", "list<float>")])
         for name in found:
             self._check_sparse(name, files)
@@ -265,8 +300,59 @@ class ParquetDataModule(HetDataModule):
 
     def _free(self, files: ParquetFiles, named: list[str] | None) -> list[Column]:
         """The columns that may be found to be features: those that no option names, and not the index of a table."""
-        taken = {self.label, *(named or ()), *self.weights.values()}
+        taken = {self.label, *(named or ()), *self.weights.values(), *self.ignore}
         return [c for c in files.columns.values() if c.name not in taken and not c.is_index]
+
+    def _telling(self, files: ParquetFiles, found: list[str]) -> list[str]:
+        """Those of the columns that may tell something, and that no option describes; all where none would be left."""
+        described = {*self.tables, *self.sizes, *self.pooling, *self.weights}
+        whys = {name: self.profiles.useless(files.columns[name]) for name in found if name not in described}
+        useless = {name: why for name, why in whys.items() if why is not None}
+        if len(useless) == len(found):
+            return found
+        self.useless |= useless
+        return [name for name in found if name not in useless]
+
+    def _say_useless(self, files: ParquetFiles, dense: list[str], sparse: list[str]) -> None:
+        for why in dict.fromkeys(self.useless.values()):
+            names = [name for name, other in self.useless.items() if other == why]
+            option, used = ("dense", dense) if files.columns[names[0]].kind == "float" else ("sparse", sparse)
+            say(
+                f"left out: {', '.join(names)}: {USELESS[why]}. To use one all the same, name the columns: "
+                f"data.{option}=[{','.join([*used, names[0]])}]"
+            )
+
+    def _check_ignored(self, files: ParquetFiles) -> None:
+        self._check_exist(self.ignore, files, "data.ignore")
+        twice = [name for name in self.ignore if name in {self.label, *(self.dense or ()), *(self.sparse or ())}]
+        if twice:
+            raise DataError(f"data.ignore names {', '.join(twice)}, and so does data.label, data.dense or data.sparse")
+
+    @cached_property
+    def profiles(self) -> Profiles:
+        """What is known of the columns of ``path``."""
+        return Profiles(self._open("path"))
+
+    def prepare_data(self) -> None:
+        """Before a fit: prints the columns with their roles."""
+        fitting = self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        files = self._open("path")
+        if fitting and not self._announced and self.label in files.columns:
+            self._announced = True
+            print_columns(files, self.profiles, self.spec, self._whys(), self.label_rule)
+
+    def _whys(self) -> dict[str, str]:
+        """Why columns have their roles, where it is not their type."""
+        named = [*(self.dense or ()), *(self.sparse or ())]
+        weights = {weight: f"the weights of {name}" for name, weight in self.weights.items()}
+        index = {c.name: "pandas' index" for c in self._open("path").columns.values() if c.is_index}
+        ignored = dict.fromkeys(self.ignore, "data.ignore")
+        return self.useless | index | ignored | dict.fromkeys(named, "named") | weights
+
+    def missing_label_message(self, file: str, role: Role) -> str:
+        others = likely_labels(self._open(role).columns)
+        message = super().missing_label_message(file, role)
+        return f"{message}. It may be data.label={others[0]}" if others else message
 
     def _say_left_out(self, files: ParquetFiles, others: list[Column]) -> None:
         if others:
@@ -275,7 +361,7 @@ class ParquetDataModule(HetDataModule):
                 f"columns of types that are no features are left out: {what}. To use one, write it as numbers or "
                 f"strings: a date as its days or weekday"
             )
-        taken = {self.label, *(self.dense or ()), *self.weights.values()}
+        taken = {self.label, *(self.dense or ()), *self.weights.values(), *self.ignore}
         index = [c.name for c in files.columns.values() if c.is_index and c.name not in taken]
         if index:
             say(f"pandas' index is left out: {', '.join(index)}. To use it, name it among data.sparse=[...]")

@@ -51,7 +51,7 @@ class Window:
     Attributes:
         bounds: batch b holds the rows ``bounds[b]:bounds[b + 1]``.
         labels: float32 (n,).
-        dense: float32 (n, dense columns).
+        dense: float32 (n, dense columns); float64 where columns are raw.
         values: int64, all keys: per batch feature-major, as a KeyedJaggedTensor wants them.
         value_bounds: batch b holds ``values[value_bounds[b]:value_bounds[b + 1]]``.
         lengths: int32 (n * features,), per batch feature-major; None: every bag holds one key.
@@ -60,7 +60,7 @@ class Window:
 
     bounds: list[int]
     labels: npt.NDArray[np.float32]
-    dense: npt.NDArray[np.float32]
+    dense: npt.NDArray[np.float32] | npt.NDArray[np.float64]
     values: npt.NDArray[np.int64]
     value_bounds: list[int]
     lengths: npt.NDArray[np.int32] | None
@@ -89,7 +89,8 @@ class WindowReader:
         bounds = self.plan.window_bounds(window)
         count = bounds[-1]
         labels = np.full(count, np.nan, dtype=np.float32)
-        dense = np.zeros((count, len(self.columns.dense)), dtype=np.float32)
+        raw = any(c.raw for c in self.columns.dense)
+        dense = np.zeros((count, len(self.columns.dense)), dtype=np.float64 if raw else np.float32)
         single = not any(c.ragged or c.weight for c in self.columns.sparse)
         matrix = np.empty((len(self.columns.sparse) if single else 0, count), dtype=np.int64)
         pieces: list[list[Bags]] = [[] for _ in self.columns.sparse]

@@ -55,9 +55,10 @@ class TableDataModule(ParquetDataModule):
         self.cache_dir = cache_dir and expanduser(cache_dir)
 
     def prepare_data(self) -> None:
-        """Converts what is not Parquet."""
+        """Converts what is not Parquet; then as in the base class."""
         for role in self._roles():
             self._parquet(role)
+        super().prepare_data()
 
     def open_files(self, role: Role) -> ParquetFiles:
         return ParquetFiles.open(self._parquet(role), f"data.{role}")

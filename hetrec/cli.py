@@ -48,8 +48,9 @@ from hetrec.ranks import (
     started_by_first_rank,
     tell_error,
 )
-from hetrec.resume import KEYWORDS, newest_checkpoint, run_name, saved_columns
+from hetrec.resume import KEYWORDS, newest_checkpoint, run_name
 from hetrec.task import HetTask
+from hetrec.trained_columns import use_trained_columns
 
 __all__ = ["HetCLI", "main"]
 
@@ -109,7 +110,8 @@ class HetCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Settings come from this command line and its files alone; a checkpoint brings back state.
 
-        Lightning's own merges hyper-parameters saved in the checkpoint over the command line.
+        Lightning's own merges hyper-parameters saved in the checkpoint over the command line. Only columns that the
+        data module would find by itself are those that the checkpoint was trained with.
         """
         settings = self.config[self.config.subcommand]
         path = settings.get("ckpt_path")
@@ -121,11 +123,7 @@ class HetCLI(LightningCLI):
                 f"ckpt_path=last (or best) is that of the newest run"
             )
         if settings.get("ckpt_path") is not None:
-            # What is found in a file depends on the file: its columns may be in another order, or more than before.
-            options = settings.data.init_args
-            for option, columns in saved_columns(settings.ckpt_path).items():
-                if option in options and options[option] is None:
-                    options[option] = columns
+            use_trained_columns(settings.data.init_args, Path(settings.ckpt_path))
 
     def _newest_checkpoint(self, keyword: str, settings: Namespace) -> str | None:
         model, data = (settings[part].class_path.rpartition(".")[2] for part in ("model", "data"))

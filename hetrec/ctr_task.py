@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from typing import Any
+
 import torch
 from pytorch_lightning.callbacks import EarlyStopping
-from pytorch_lightning.utilities import rank_zero_warn
+from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hetrec.data import Batch, FeatureSpec, GraphSpec
+from hetrec.dense_normalizer import DenseNormalizer
+from hetrec.dense_statistics import DenseStatistics
 from hetrec.embedding_bag import HetEmbeddingBagCollection
 from hetrec.metrics import CTRMetrics
 from hetrec.tables import embedding_bag_tables
 from hetrec.task import HetTask
+from hetrec.trained_columns import remember_columns
 
 __all__ = ["CTRTask"]
 
@@ -46,6 +52,7 @@ class CTRTask(HetTask):
         self.row_width = embedding_dim + extra_columns
         tables = embedding_bag_tables(spec, self.row_width, row_init)
         super().__init__(spec, HetEmbeddingBagCollection(tables, is_weighted=spec.is_weighted), CTRMetrics)
+        self.normalizer = DenseNormalizer(spec.normalize) if spec.normalize else None
         # Sum and number of the labels of the first epoch of training, of this rank; None once they were looked at.
         self._labels: Tensor | None = torch.zeros(2, dtype=torch.float64)
 
@@ -54,10 +61,50 @@ class CTRTask(HetTask):
         pooled_BX = self.on_device(self.embeddings(sparse).values())
         return pooled_BX.unflatten(1, (len(self.spec.sparse), self.row_width))
 
+    def logits(self, batch: Batch) -> Tensor:
+        """Of a batch as the data module made it: dense columns that come raw are normalised first. float32, (B,)."""
+        dense_BN = batch.dense_features
+        return self(dense_BN if self.normalizer is None else self.normalizer(dense_BN), batch.sparse_features)
+
     def loss(self, batch: Batch) -> Tensor:
-        logits_B = self(batch.dense_features, batch.sparse_features)
+        logits_B = self.logits(batch)
         # A rank may get no row in its last step. The mean of none is NaN; its gradient must be zero.
         return binary_cross_entropy_with_logits(logits_B, batch.labels) if batch.batch_size else logits_B.sum()
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        # A checkpoint brings its own statistics: those that its weights were trained with.
+        if self.normalizer is not None and not self.normalizer.fitted:
+            statistics = self._dense_statistics()
+            self.normalizer.fit(statistics)
+            for line in self.normalizer.report(self.spec.dense, statistics):
+                rank_zero_info(line)
+
+    def _dense_statistics(self) -> DenseStatistics:
+        """Of all ranks' training rows."""
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it without declaring it
+        if not hasattr(datamodule, "dense_statistics"):
+            raise ValueError(
+                "the dense columns are raw, and their statistics come from the data module: call trainer.fit with "
+                "datamodule=..., or make the data module with normalize='none'"
+            )
+        own = datamodule.dense_statistics()
+        shares = [self.trainer.strategy.broadcast(own, src=rank) for rank in range(self.trainer.world_size)]
+        return reduce(DenseStatistics.merge, shares)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        remember_columns(checkpoint, self.spec)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        normalized = "normalizer.mean_N" in checkpoint["state_dict"]
+        if normalized != (self.normalizer is not None):
+            raise ValueError(
+                "this checkpoint was trained with normalised dense columns: leave data.normalize=none out"
+                if normalized
+                else "this checkpoint was trained without normalised dense columns: set data.normalize=none"
+            )
+        super().on_load_checkpoint(checkpoint)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         if self._labels is not None:
@@ -93,10 +140,10 @@ class CTRTask(HetTask):
 
     def evaluate(self, batch: Batch, metrics: CTRMetrics) -> Tensor:
         """Returns the logits, (B,)."""
-        logits_B = self(batch.dense_features, batch.sparse_features)
+        logits_B = self.logits(batch)
         metrics.update(logits_B, batch.labels)
         return logits_B
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Click probabilities, float32, (B,)."""
-        return torch.sigmoid(self(batch.dense_features, batch.sparse_features))
+        return torch.sigmoid(self.logits(batch))

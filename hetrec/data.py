@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 from typing_extensions import Self
 
-__all__ = ["NODE", "Batch", "FeatureSpec", "GraphBatch", "GraphSpec", "SparseFeature", "TableSpec"]
+__all__ = ["NODE", "Batch", "FeatureSpec", "GraphBatch", "GraphSpec", "Normalization", "SparseFeature", "TableSpec"]
 
 #: The sparse feature of a graph's batches that holds the nodes' own ids, and its table.
 NODE = "node"
@@ -45,9 +45,16 @@ class SparseFeature:
     weight: str | None = None
 
 
+#: How a raw dense column is normalised, see :class:`hetrec.dense_normalizer.DenseNormalizer`.
+Normalization = Literal["auto", "standard", "log", "none"]
+
+
 @dataclass(frozen=True)
 class FeatureSpec:
     """Dense columns, sparse features with their tables, and the label column.
+
+    Attributes:
+        normalize: where dense columns come raw, how each of them is to be normalised; empty where they come ready.
 
     Raises:
         ValueError: a feature names a table that is not declared, or a name occurs twice.
@@ -57,8 +64,10 @@ class FeatureSpec:
     sparse: tuple[SparseFeature, ...]
     tables: tuple[TableSpec, ...]
     label: str
+    normalize: tuple[Normalization, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
+        assert len(self.normalize) in (0, len(self.dense))
         tables = [t.name for t in self.tables]
         for what, names in (("table", tables), ("feature", [*self.dense, *(f.name for f in self.sparse)])):
             twice = sorted({n for n in names if names.count(n) > 1})
@@ -101,7 +110,8 @@ class Batch(Pipelineable):
     """One batch; the first three fields are those of ``torchrec.datasets.utils.Batch``.
 
     Attributes:
-        dense_features: float32, (B, number of dense columns).
+        dense_features: float32, (B, number of dense columns). Raw ones (``spec.normalize``) are float64, and NaN where
+            missing.
         sparse_features: keys ``spec.sparse_names``; values int64, lengths int32.
         labels: float32, (B,).
         upcoming: the sparse features of the batches that come next, nearest first (empty at the end of an epoch, or

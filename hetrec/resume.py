@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Timer
 from torch import Tensor
@@ -16,19 +14,16 @@ from torch import Tensor
 from cache_backend.snapshot import MANIFEST
 
 __all__ = [
-    "COLUMNS",
     "KEYWORDS",
     "TASK",
     "check_fits",
     "newest_checkpoint",
     "rest_is_to_come",
     "run_name",
-    "saved_columns",
     "why_nothing_was_trained",
 ]
 
 TASK = "task"  # in the .ckpt: the name of the task's class
-COLUMNS = "columns"  # in the .ckpt: the dense and the sparse columns, in the order in which the model takes them
 
 #: What each word stands for within a run's folder. ``hpc`` is what Lightning writes when a scheduler ends a job.
 KEYWORDS = {"last": "checkpoints/last.ckpt", "best": "checkpoints/best.ckpt", "hpc": "hpc_ckpt_*.ckpt"}
@@ -52,15 +47,6 @@ def newest_checkpoint(keyword: str, root: Path, name: str, dirpaths: Iterable[st
     file = Path(KEYWORDS[keyword]).name
     found += [path for folder in dirpaths for path in Path(folder).glob(file)]
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
-
-
-def saved_columns(path: str | Path) -> dict[str, list[str]]:
-    """The columns ``dense`` and ``sparse`` of the run that saved a checkpoint, in their order. Nothing where the file
-    does not tell, or cannot be read: whoever loads it says why."""
-    with suppress(Exception):
-        columns: dict[str, list[str]] = torch.load(path, map_location="cpu", weights_only=True)[COLUMNS]
-        return columns
-    return {}
 
 
 def check_fits(

@@ -25,7 +25,7 @@ from hetrec.collection import HetCollection
 from hetrec.data import Batch, FeatureSpec
 from hetrec.metrics import Evaluation, TrainingMeter
 from hetrec.optimizers import add_embedding_group, apply_overrides, configured, embedding_group
-from hetrec.resume import COLUMNS, TASK, check_fits, rest_is_to_come, why_nothing_was_trained
+from hetrec.resume import TASK, check_fits, rest_is_to_come, why_nothing_was_trained
 
 __all__ = ["HetTask"]
 
@@ -354,7 +354,6 @@ class HetTask(LightningModule):
         self.trainer.strategy.barrier("every rank has flushed")
         checkpoint[CONFIGURED] = self._configured
         checkpoint[TASK] = type(self).__name__
-        checkpoint[COLUMNS] = {"dense": list(self.spec.dense), "sparse": self.spec.sparse_names}
         rest_is_to_come(checkpoint, self.trainer.num_training_batches)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

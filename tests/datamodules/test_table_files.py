@@ -244,7 +244,7 @@ def test_headers_of_recbole(tmp_path: Path) -> None:
     assert column(data, "ids") == [1, 2, 3]
     assert column(data, "code") == [fnv1a(b"1.0"), fnv1a(b"1.50")]
     assert copy_of(path)["vec"].to_pylist() == [[0.5, 1.0], [2.0]]
-    assert dense(data) == [[3.0], [0.0]]
+    np.testing.assert_array_equal(dense(data), [[3.0], [np.nan]])
     assert labels(data) == [1.0, 0.0]
 
 
