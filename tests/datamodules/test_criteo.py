@@ -106,7 +106,7 @@ def test_trailing_tabs_that_were_stripped_are_missing_values(tmp_path: Path) -> 
 def test_missing_is_a_key_of_its_own_and_a_column_may_be_missing_throughout(tmp_path: Path) -> None:
     rows = lines(200, never=(2, 15))
     rows += [rows[0].rsplit("\t", 1)[0] + "\t00000000", rows[0].rsplit("\t", 1)[0] + "\tffffffff"]
-    data = module(write(tmp_path / "a.tsv", rows), val_fraction=0, test_fraction=0, shuffle=False)
+    data = module(write(tmp_path / "a.tsv", rows), val_fraction=0, test_fraction=0, shuffle=False, batch_size=1000)
     batch = next(iter(data.train_dataloader()))
     assert set(batch.sparse_features["C3"].values().tolist()) == {-1}
     assert batch.sparse_features["C26"].values().tolist()[-2:] == [0, 2**32 - 1]

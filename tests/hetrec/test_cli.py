@@ -346,7 +346,7 @@ def test_splits_that_are_not_there_are_left_out(rows: tuple[str, ...]) -> None:
 
 def test_nothing_is_written_where_logs_and_checkpoints_are_turned_off(rows: tuple[str, ...]) -> None:
     folder = run("model=deepfm", *rows, *SMALL_MODEL, "trainer.logger=false", "trainer.enable_checkpointing=false")
-    assert {path.name for path in folder.iterdir()} <= {"config.yaml", "summary.json"}
+    assert {path.name for path in folder.iterdir()} <= {"config.yaml", "summary.json", "calibration.png"}
 
 
 CRITEO_ROW = "\t".join(["{label}", *["{n}"] * 13, *["{key:08x}"] * 26])
