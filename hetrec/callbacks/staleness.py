@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from matplotlib.figure import Figure
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.loggers import TensorBoardLogger
-from pytorch_lightning.utilities import rank_zero_only
 
 from cache_backend.stats import LAG_BINS, lag_of_bin
+from hetrec.callbacks.figures import save_figure
 from hetrec.callbacks.summary import run_folder
 from hetrec.task import HetTask
 
@@ -26,15 +23,8 @@ class ObservedStaleness(Callback):
         assert isinstance(pl_module, HetTask)
         folder = run_folder(trainer)
         if any(pl_module.training_lags):
-            self._draw(trainer, folder, staleness_figure(pl_module.training_lags, pl_module.staleness))
-
-    @rank_zero_only
-    def _draw(self, trainer: Trainer, folder: Path, figure: Figure) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / "staleness.png", dpi=130)
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_figure("observed staleness", figure, trainer.global_step)
+            figure = staleness_figure(pl_module.training_lags, pl_module.staleness)
+            save_figure(trainer, folder / "staleness.png", "observed staleness", figure)
 
 
 def staleness_figure(lags: list[int], staleness: int) -> Figure:

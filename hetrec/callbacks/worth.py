@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.loggers import TensorBoardLogger
-from pytorch_lightning.utilities import rank_zero_only, rank_zero_warn
+from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
+from hetrec.callbacks.figures import save_figure
 from hetrec.callbacks.summary import run_folder
 from hetrec.ctr_task import CTRTask
 from hetrec.logistic_regression import StreamedLogisticRegression
@@ -96,7 +95,8 @@ class Worth(Callback):
         for name, value in figures.items():
             pl_module.log(f"test_{name}", value, sync_dist=True)
         if rows:
-            self._draw(trainer, run_folder(trainer), reliability_figure(bins))
+            path = run_folder(trainer) / "calibration.png"
+            save_figure(trainer, path, "calibration", reliability_figure(bins))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -113,14 +113,6 @@ class Worth(Callback):
                 f"the model is below a baseline: {'; '.join(worse)}. Try fewer or more epochs, a smaller "
                 "data.batch_size or another learning rate"
             )
-
-    @rank_zero_only
-    def _draw(self, trainer: Trainer, folder: Path, figure: Figure) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / "calibration.png", dpi=130)
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_figure("calibration", figure, trainer.global_step)
 
 
 def _wilson(rate: Tensor, rows: Tensor) -> Tensor:
